@@ -14,9 +14,7 @@ the last message. Both are compared in whole markers, so that `<|end|><|user|>` 
 `<|end|><|endoftext|>` share `<|end|>`. Where nothing is written after an answer, the marker that
 begins the next message is what ends it (GLM-4).
 
-An answer without text may change what stands around it. It is learned as the template writes it,
-"(none)" in its place too, where that stands between what the template writes around an answer
-with text. One that the template leaves out has no place.
+An answer without text is not learned: what a template writes for it may be anything.
 
 Answers that are not to be learned are told by words at the ends of the contents: an answer in the
 text belongs to the message whose word stands in it.
@@ -34,7 +32,7 @@ _MARKER = r"<[^<>\s]{1,64}>|\[/?[A-Z_]{1,32}\]|\[\|[^\s|\[\]]{1,32}\|\]"
 """What separates messages in templates whose tokenizer has no such token."""
 _KEPT = 256
 """Sequences of roles whose surroundings are kept."""
-VERSION = 3
+VERSION = 4
 """Part of the key of cached conversations: another number where equal conversations give other
 answers, texts or sequences.
 """
@@ -74,10 +72,11 @@ class AnswerFinder:
             ValueError: there is no answer, the template refuses the messages, or leaves the answers
                 out or without a place.
         """
-        if all(message["role"] != ANSWERS for message in messages):
+        if not any(message["role"] == ANSWERS and says_something(message) for message in messages):
             roles = ", ".join(sorted({message["role"] for message in messages})) or "none"
             raise ValueError(
-                f'it has no message of the role "{ANSWERS}" to learn from; its roles: {roles[:100]}'
+                f'it has no message of the role "{ANSWERS}" with text to learn from; its roles: '
+                f"{roles[:100]}"
             )
         name = self.renderer.name
         if self.renderer.generation:
@@ -98,24 +97,15 @@ class AnswerFinder:
             )
         )
         frames = self._frames_of(messages, words)
-        all_filled = self._frames_without_empty(messages, words) or frames
         gaps, places = words.split(between)
         if places != frames.places:
             raise ValueError(
                 f"{name} arranges messages by what they say, so that its answers have no place"
             )
         spans: list[Span] = []
-        filled = {gap.preceding: gap for gap in all_filled.gaps}
         starts = _starts(text, gaps, places, messages, name)
-        for start, gap, plain in zip(starts, gaps, frames.gaps, strict=True):
-            with_text = filled.get(plain.preceding, plain)
-            answers = None
-            if not all(says_something(messages[number]) for number in with_text.answers):
-                answers = self._with_silent(gap, plain, with_text, all_filled, messages)
-                if answers is None and not self._leaves_out(plain, with_text, messages, text):
-                    raise ValueError(_no_place(name, with_text, messages))
-            if answers is None:
-                answers = self._answers(gap, plain, frames, messages)
+        for start, gap, frame in zip(starts, gaps, frames.gaps, strict=True):
+            answers = self._answers(gap, frame, frames, messages)
             spans += ((start + begin, start + end) for begin, end in answers)
         if not any(start < end for start, end in spans):
             raise ValueError(
@@ -184,21 +174,6 @@ class AnswerFinder:
             "one, data.template=FILE.jinja"
         )
 
-    def _frames_without_empty(self, messages: Sequence[Message], words: Words) -> Frames | None:
-        """What the template writes where the answers without text say something; None: all do, or
-        it refuses that.
-        """
-        if all(says_something(message) for message in messages if message["role"] == ANSWERS):
-            return None
-        filled = list(messages)
-        for number, message in enumerate(messages):
-            if message["role"] == ANSWERS and not says_something(message):
-                filled[number] = {**message, "content": "x"}
-        try:
-            return self._frames_of(filled, words)
-        except ValueError:
-            return None
-
     def _frames_of(self, messages: Sequence[Message], words: Words) -> Frames:
         roles = _roles(messages)
         if (frames := self._frames.get(roles)) is None:
@@ -206,63 +181,6 @@ class AnswerFinder:
             if len(self._frames) < _KEPT:
                 self._frames[roles] = frames
         return frames
-
-    def _with_silent(
-        self, gap: str, plain: Gap, filled: Gap, frames: Frames, messages: Sequence[Message]
-    ) -> list[Span] | None:
-        """The answers between two messages that are none, some of them without text; None: the
-        template does not write those as answers.
-
-        Args:
-            plain: texts around the answers with text.
-            filled: texts around all answers where all of them have text, out of `frames`.
-        """
-        if _fits(gap, filled, messages):
-            return self._answers(gap, filled, frames, messages)
-        if (written := _texts_for_silent(plain, filled)) is not None:
-            spoken = list(messages)
-            for number, text in written.items():
-                spoken[number] = {**messages[number], "content": text}
-            if _fits(gap, filled, spoken):
-                return self._answers(gap, filled, frames, spoken)
-        if len(filled.answers) > 1:
-            return None
-        prompt = frames.prompt(filled)
-        header, following = filled.literals
-        start = frames.after_prompt(gap, prompt)
-        after = following[frames.ending(filled.answers[0], following) :]
-        end = len(gap) - len(after)
-        asked = gap[:start] == header[: frames.after_prompt(header, prompt)]
-        if asked and start < end and gap.endswith(after):
-            return [(start, end)]
-        # a part of the header, and all that follows an answer: the answer is its ending
-        end = len(gap) - len(following)
-        ends = gap.endswith(following) and len(after) < len(following)
-        if ends and end > 0 and header.startswith(gap[:end]):
-            return [(end, len(gap) - len(after))]
-        return None
-
-    def _leaves_out(self, plain: Gap, filled: Gap, messages: Sequence[Message], text: str) -> bool:
-        """Whether the template writes nothing of its own for the answers without text.
-
-        Either parts of what stands around an answer are all that it writes, or `text`, that of the
-        conversation, is the same without those answers.
-        """
-        if (runs := _runs(plain, filled)) is not None and all(
-            not run.silent
-            or self._markers.common(run.written, run.literals[0])
-            + self._markers.common(run.written, run.literals[-1], from_end=True)
-            >= len(run.written)
-            for run in runs
-        ):
-            return True
-        speaking = [
-            message for message in messages if message["role"] != ANSWERS or says_something(message)
-        ]
-        try:
-            return self.renderer.render([(speaking, False)])[0].text == text
-        except ValueError:
-            return False
 
     def _answers(
         self, gap: str, frame: Gap, frames: Frames, messages: Sequence[Message]
@@ -355,98 +273,3 @@ def _starts(
 def _variants(content: str) -> tuple[str, ...]:
     """A content as templates write it: as it is, or without the spaces around it."""
     return content, content.strip(), content.rstrip(), content.lstrip()
-
-
-def _fits(gap: str, frame: Gap, messages: Sequence[Message]) -> bool:
-    """Whether a gap holds the contents of its answers, each between the texts of `frame`."""
-    if not gap.startswith(frame.literals[0]):
-        return False
-    at = len(frame.literals[0])
-    for number, literal in zip(frame.answers, frame.literals[1:], strict=True):
-        content = messages[number]["content"]
-        if says_something(messages[number]):
-            end = gap.find(content.strip(), at)
-            if end >= 0:
-                end = gap.find(literal, end + len(content.strip()))
-        else:
-            ends = [
-                at + len(variant)
-                for variant in _variants(content)
-                if gap.startswith(variant + literal, at)
-            ]
-            end = max(ends, default=-1)
-        if end < 0:
-            return False
-        at = end + len(literal)
-    return at == len(gap)
-
-
-@dataclass(frozen=True)
-class _Run:
-    """What a template writes between two answers with text, or to the ends of a gap.
-
-    Args:
-        written: the text.
-        silent: numbers of the answers without text that stand there.
-        literals: texts around them where they have text.
-    """
-
-    written: str
-    silent: list[int]
-    literals: list[str]
-
-
-def _runs(plain: Gap, filled: Gap) -> list[_Run] | None:
-    """The texts of a gap, as they are and as they are where all answers have text; None: those
-    that have text are not the same.
-    """
-    speaking = set(plain.answers)
-    if [number for number in filled.answers if number in speaking] != plain.answers:
-        return None
-    runs = [_Run(plain.literals[0], [], [filled.literals[0]])]
-    for number, literal in zip(filled.answers, filled.literals[1:], strict=True):
-        if number in speaking:
-            runs.append(_Run(plain.literals[len(runs)], [], [literal]))
-        else:
-            runs[-1].silent.append(number)
-            runs[-1].literals.append(literal)
-    return runs
-
-
-def _texts_for_silent(plain: Gap, filled: Gap) -> dict[int, str] | None:
-    """What the template writes in the place of each answer without text, by its number; None: it
-    writes something else around it, or more than one place is possible.
-    """
-    if (runs := _runs(plain, filled)) is None:
-        return None
-    texts: dict[int, str] = {}
-    for run in runs:
-        if not run.silent:
-            continue
-        opening, *between, closing = run.literals
-        start = len(opening)
-        stop = len(run.written) - len(closing)
-        if stop < start or not (run.written.startswith(opening) and run.written.endswith(closing)):
-            return None
-        for number, literal in zip(run.silent, [*between, None], strict=True):
-            end = stop if literal is None else run.written.find(literal, start, stop)
-            if end < 0:
-                return None
-            texts[number] = run.written[start:end]
-            start = end + len(literal or "")
-        # from the right, too: equal texts leave one place each
-        for literal, number in zip(reversed(between), reversed(run.silent), strict=False):
-            start = run.written.rfind(literal, len(opening), stop) + len(literal)
-            if run.written[start:stop] != texts[number]:
-                return None
-            stop = start - len(literal)
-    return texts
-
-
-def _no_place(name: str, gap: Gap, messages: Sequence[Message]) -> str:
-    number = next(number for number in gap.answers if not says_something(messages[number]))
-    return (
-        f"{name} writes other text around message {number + 1}, an answer that says nothing, so "
-        "that it has no place: leave such answers out of the data, or give another template, "
-        "data.template=FILE.jinja"
-    )

@@ -17,7 +17,7 @@ from tokenizer_kinds import tokenizer_json
 from tokenizers import AddedToken, Tokenizer
 
 from fp4train.data import Chat, ChatTemplate
-from fp4train.data.answers import VERSION
+from fp4train.data.answers import VERSION, Conversation
 from fp4train.data.tokenizers import Pretrained
 
 Messages = list[dict[str, str]]
@@ -158,25 +158,6 @@ def test_answers_that_follow_each_other_and_empty_messages_keep_their_places() -
     ]
 
 
-@pytest.mark.parametrize("name", ["ChatML", "Zephyr", "marked answers"])
-def test_an_answer_without_text_is_learned_by_its_end(name: str) -> None:
-    template = ChatTemplate(source=TEMPLATES[name], variables=VARIABLES)
-    found = template.finder(tuple(VARIABLES.values())).find(
-        talk("hi", "", "more", "yes", "and", "")
-    )
-    ending = ENDS[name]
-    assert [found.text[a:b] for a, b in found.answers] == [ending, f"yes{ending}", ending]
-
-
-SILENT = {
-    "spaces": talk("zebra", "   ", "apple", "yes"),
-    "a line break at the end": talk("zebra", "yes", "apple", " \n "),
-    "an empty one after a full one": [*talk("zebra", "yes"), {"role": "assistant", "content": ""}],
-    "an empty one before a full one": [*talk("zebra", ""), {"role": "assistant", "content": "yes"}],
-    "spaces between": [*talk("zebra", "one"), *talk("", "\t", "", "two")[1::2]],
-}
-
-
 SILENCE = {
     "or": "{{ m.content or '(none)' }}<|end|>",
     "default": "{{ m.content | default('n/a', true) }}<|end|>",
@@ -184,11 +165,14 @@ SILENCE = {
     "if and else": "{% if m.content %}{{ m.content }}{% else %}<|silence|>{% endif %}<|end|>",
     "the role": "{{ m.content or m.role + ' says nothing' }}<|end|>",
 }
-SILENT_OR_NOT = SILENT | {
+SILENT_OR_NOT = {
+    "spaces": talk("zebra", "   ", "apple", "yes"),
+    "an empty one after a full one": [*talk("zebra", "yes"), {"role": "assistant", "content": ""}],
+    "an empty one before a full one": [*talk("zebra", ""), {"role": "assistant", "content": "yes"}],
+    "spaces between": [*talk("zebra", "one"), *talk("", "\t", "", "two")[1::2]],
     "an empty one": talk("hi", "", "more", "yes"),
     "an empty one last": talk("hi", "yes", "more", ""),
     "one that says what stands for nothing": talk("hi", "(none)", "more", "", "and", "n/a"),
-    "empty ones alone": talk("hi", "", "more", ""),
     "empty questions too": talk("hi", "yes", "", "", "bye", "no"),
     "two empty ones that follow each other": [*talk("hi", "", "x", "y"), *talk("", "")[1:]],
 }
@@ -205,42 +189,17 @@ def around(turn: str, marks: tuple[str, str] = ("", "")) -> str:
 
 
 @pytest.mark.parametrize("silence", SILENCE)
-def test_text_in_the_place_of_nothing_is_learned_as_where_the_template_marks_it(
-    silence: str,
-) -> None:
+def test_an_answer_without_text_is_not_learned(silence: str) -> None:
     turn = SILENCE[silence]
     finder = ChatTemplate(source=around(turn)).finder()
     marks = ("{%- generation -%}", "{%- endgeneration -%}")
     marked_finder = ChatTemplate(source=around(turn, marks)).finder()
     for what, messages in SILENT_OR_NOT.items():
         expected = marked_finder.find(messages)
-        found = finder.find(messages)
-        assert found.text == expected.text, what
-        learned = [found.text[start:end] for start, end in found.answers]
-        marked = [found.text[start:end] for start, end in expected.answers]
-        assert learned == marked, what
-
-
-@pytest.mark.parametrize(
-    "messages",
-    [
-        talk("hi", "", "more", "yes"),
-        talk("hi", "yes", "more", ""),
-        talk("hi", ""),
-        [*talk("hi", ""), {"role": "assistant", "content": "yes"}],
-    ],
-)
-def test_other_text_around_an_answer_without_text_is_refused(messages: Messages) -> None:
-    """The template writes something for it, which nobody knows to be an answer."""
-    source = around("{{ m.content }}<|end|>").replace(
-        "'<|' + m.role + '|>'", "('<|' + m.role + '|>') if m.content else '<|nobody|>'"
-    )
-    number = next(n for n, message in enumerate(messages, start=1) if not message["content"])
-    with pytest.raises(
-        ValueError,
-        match=f"other text around message {number}, an answer that says nothing.*leave such",
-    ):
-        ChatTemplate(source=source).finder().find(messages)
+        answers = [message["content"] for message in messages if message["role"] == "assistant"]
+        pairs = zip(answers, expected.answers, strict=True)
+        speaking = tuple(span for content, span in pairs if content.strip())
+        assert finder.find(messages) == Conversation(expected.text, speaking), what
 
 
 LEFT_OUT = {
@@ -288,7 +247,7 @@ def test_the_version_is_another_where_other_answers_are_learned() -> None:
                 continue
             learned.append([name, what, found.text, found.answers])
     digest = hashlib.sha256(json.dumps(learned).encode()).hexdigest()[:16]
-    assert {VERSION: digest} == {3: "5904b9267dbc043a"}, (
+    assert {VERSION: digest} == {4: "3d7a7fcf6f05a304"}, (
         "other text is learned than before: raise VERSION in fp4train/data/answers.py, and write "
         "it here with the new digest"
     )

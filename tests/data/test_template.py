@@ -24,21 +24,6 @@ def learned(template: ChatTemplate, messages: list[dict[str, str]]) -> list[str]
     return [found.text[start:end] for start, end in found.answers]
 
 
-THINKING = (
-    "{%- for m in messages -%}{{- '<|' + m.role + '|>' -}}"
-    "{%- if m.role == 'assistant' and m.content -%}{{- '<think></think>' -}}{%- endif -%}"
-    "{{- m.content + '<|end|>' -}}{%- endfor -%}"
-    "{%- if add_generation_prompt -%}<|assistant|><think>{%- endif -%}"
-)
-"""The header of an answer is shorter where it says nothing, as EXAONE 4 has it."""
-
-
-def test_an_answer_without_text_and_without_thoughts_is_learned_by_its_end() -> None:
-    messages = [message | {"content": message["content"].strip("4")} for message in TALK]
-    answers = learned(ChatTemplate(source=THINKING), messages)
-    assert answers == ["<|end|>", "</think>7<|end|>"]
-
-
 LLAMA = (
     "{{- bos_token }}{%- for m in messages %}{{- '<|h|>' + m['role'] + '<|/h|>' + "
     "m['content'] | trim "
