@@ -201,7 +201,6 @@ def write_sensitivity(run: Path, layer: str = "blocks.0.mlp.up", batches: int = 
             bias2=None,
             cosine=errors,
             loss=errors,
-            output=None,
         )
 
     means = {

@@ -48,8 +48,7 @@ class Finding(NamedPart):
             nothing is random.
         bias2: squared systematic bias over |G|²; None where |G|² is not told from 0, as with
             one or two batches.
-        cosine, loss, output: values that `gradients` describes; output is None for a model whose
-            last block gives no tensor.
+        cosine, loss: values that `gradients` describes.
         layers: mean share of each layer in nMSE; empty for parts of a single layer.
     """
 
@@ -59,7 +58,6 @@ class Finding(NamedPart):
     bias2: Estimate | None
     cosine: Estimate
     loss: Estimate
-    output: Estimate | None
     layers: Sequence[float] = field(default=(), repr=False)
 
 
@@ -201,7 +199,6 @@ def finding(part: RecipePart, groups: Sequence[Reading], reference: Sequence[Rea
         bias2=systematic(
             [group["gram"] for group in groups], [group["gram"] for group in reference]
         ),
-        output=of("output"),
         layers=[math.fsum(column) / len(shares) for column in zip(*shares, strict=True)],
     )
 

@@ -12,7 +12,6 @@ layers that the recipe quantises:
     cosine     the cosine of g and g₀
     loss       the change of the loss, nats per token
     layers     the part of each layer in the error (not of parts that are a single layer)
-    output     ‖y − y₀‖²/‖y₀‖² of the output of the last block: the error of the forward pass
 
 A group of batches is measured at a time, because `gram` needs the errors of two batches at once;
 vectors are kept for one group only.
@@ -20,8 +19,7 @@ vectors are kept for one group only.
 
 import math
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -33,7 +31,6 @@ from fp4train.lab.studies.parts import LAYER, RecipePart
 from fp4train.lab.studies.record import Reading
 from fp4train.lab.studies.subject import Subject
 from fp4train.nn.planned import PlannedLayer
-from fp4train.precision.layers import find_blocks
 from fp4train.precision.plan import Plan
 from fp4train.precision.recipe import SMALLEST_LOSS_SCALE
 from fp4train.run.finite import first_non_finite
@@ -55,13 +52,10 @@ class GradientOverflowError(UserError):
 
 @dataclass(frozen=True)
 class Pass:
-    """One forward and backward pass over a batch: loss, gradient of the studied layers, output of
-    the last block.
-    """
+    """One forward and backward pass over a batch: loss, gradient of the studied layers."""
 
     loss: float
     gradient: Vector
-    output: Tensor | None
 
 
 class GradientMeter:
@@ -88,7 +82,6 @@ class GradientMeter:
         self._loss_scale = 1.0
         """That of the part that is measured, if its recipe has one."""
         self._known: OrderedDict[int, Pass] = OrderedDict()
-        self._last = find_blocks(subject.run.model)[-1]
 
     def measure(self, part: RecipePart, batches: range) -> Reading:
         """The values of `part` over a group of batches, batch 0 being the one that the run would
@@ -101,7 +94,7 @@ class GradientMeter:
         self._loss_scale = coming_loss_scale(self.subject.run, part.stretch.recipe)
         scaling = self._begin(part, batches.start)
         values: dict[str, list[Any]] = {
-            key: [] for key in ("error", "variance", "cosine", "loss", "output", "layers")
+            key: [] for key in ("error", "variance", "cosine", "loss", "layers")
         }
         means: list[Vector] = []
         for batch in batches:
@@ -121,11 +114,9 @@ class GradientMeter:
             values["error"].append(squared_error / norm)
             spread = (squared_error - _squared(mean)) * len(errors) / max(1, len(errors) - 1)
             values["variance"].append(spread / norm if len(errors) > 1 else None)
-            for key in ("cosine", "loss", "output"):
-                present = [
-                    number for numbers, _ in comparisons if (number := numbers[key]) is not None
-                ]
-                values[key].append(math.fsum(present) / len(present) if present else None)
+            for key in ("cosine", "loss"):
+                mean_value = math.fsum(numbers[key] for numbers, _ in comparisons) / len(errors)
+                values[key].append(mean_value)
             named = [] if part.kind == LAYER else self.layers
             values["layers"].append(
                 [
@@ -167,24 +158,16 @@ class GradientMeter:
         repeat: int,
         true: Pass,
         scaling: dict[str, dict[str, Tensor]],
-    ) -> tuple[dict[str, float | None], Vector]:
+    ) -> tuple[dict[str, float], Vector]:
         run = self.subject.run
         run.config = replace(run.config, run=replace(run.config.run, seed=repeat))
         run.load_scaling(scaling)
         measured = self._pass(part, batch)
         error = {name: measured.gradient[name] - true.gradient[name] for name in self.layers}
         length = math.sqrt(_squared(measured.gradient) * _squared(true.gradient))
-        output = None
-        if measured.output is not None and true.output is not None:
-            size = float(true.output.square().sum())
-            if size:
-                output = float((measured.output - true.output).square().sum()) / size
-            else:
-                output = None
         numbers = {
             "cosine": _product(measured.gradient, true.gradient) / length if length else 0.0,
             "loss": measured.loss - true.loss,
-            "output": output,
         }
         return numbers, error
 
@@ -202,7 +185,6 @@ class GradientMeter:
             )
         self._known[batch] = reference
         size = sum(tensor.nbytes for tensor in reference.gradient.values())
-        size += 0 if reference.output is None else reference.output.nbytes
         while len(self._known) > max(4, KEPT_BYTES // max(1, size)):
             self._known.popitem(last=False)
         return reference
@@ -277,14 +259,11 @@ class GradientMeter:
         model.zero_grad(set_to_none=True)
         torch.manual_seed(batch)  # dropout, if the model has some, drops the same in every part
         total = 0.0
-        outputs = []
-        with self._outputs() as latest, eagerly(run), run.region():
+        with eagerly(run), run.region():
             for rows in microbatches(run, recipe, step_rows(run)):
                 loss = rows.loss(model)
-                outputs += latest[-1:]
                 (loss * (run.loss_scale.value * share)).backward()  # type: ignore[no-untyped-call]
                 total += float(loss.detach()) * share
-                latest.clear()  # of the recomputation, too
         where = f"{part.name} in {recipe.name}, batch {batch}"
         if not math.isfinite(total):
             bad = first_non_finite_output(
@@ -311,25 +290,7 @@ class GradientMeter:
                 f"{at_scale}"
             )
         model.zero_grad(set_to_none=True)
-        return Pass(total, gradient, torch.cat(outputs) if outputs else None)
-
-    @contextmanager
-    def _outputs(self) -> Iterator[list[Tensor]]:
-        """The outputs of the last block, as it is called."""
-        outputs: list[Tensor] = []
-
-        def keep(module: object, args: object, output: object) -> None:
-            hidden = output
-            if isinstance(output, tuple) and output:
-                hidden = output[0]
-            if isinstance(hidden, Tensor) and hidden.dim() > 0:
-                outputs.append(hidden.detach().float().flatten())
-
-        handle = self._last.register_forward_hook(keep)
-        try:
-            yield outputs
-        finally:
-            handle.remove()
+        return Pass(total, gradient)
 
 
 def _product(a: Vector, b: Vector) -> float:

@@ -88,7 +88,6 @@ def test_a_policy_is_compared_batch_by_batch_on_what_judges_it() -> None:
             "cosine": [1.0] * 4,
             "loss": [0.0] * 4,
             "variance": [None] * 4,
-            "output": [None] * 4,
         }
         return [{"error": errors, "gram": np.eye(4).tolist(), "layers": [[]] * 4, **keys}]
 

@@ -28,7 +28,7 @@ FLOOR = 0.001
 def finding(name: str, nmse: float, error: float = 0.0, layers: tuple[float, ...] = ()) -> Finding:
     estimate = Estimate(mean=nmse, error=error, count=4, freedom=3)
     return Finding(
-        name=name, nmse=estimate, variance=None, bias2=None, cosine=ONE, loss=ONE, output=None,
+        name=name, nmse=estimate, variance=None, bias2=None, cosine=ONE, loss=ONE,
         layers=layers,
     )  # fmt: skip
 
