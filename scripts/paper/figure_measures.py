@@ -45,11 +45,6 @@ def mx(element: str, columns: int, rounding: str) -> QuantSpec:
     )
 
 
-def float_scaled(element: str, columns: int) -> QuantSpec:
-    """A float32 scale per block: the element format alone."""
-    return QuantSpec(element=element, block=(1, columns), scale="fp32", global_scale=None)
-
-
 def values(x: Tensor, spec: QuantSpec, seed: int = 0) -> Tensor:
     key = RandomKey(seed=seed, step=0, layer=0, operand=0) if spec.random else None
     return quantize(x, spec, key=key).dequantize()
@@ -311,19 +306,3 @@ def decibels(here: Tensor, high: Tensor) -> float:
     """
     noise = (here.float() - high.float()).square().sum()
     return 10 * math.log10(here.float().square().sum() / noise)
-
-
-def error_split(rounding: str) -> list[float]:
-    """The parts of MXFP4's error: the power of two, the dead zone and the grid, as shares of its
-    energy on N(0, 1) in percent, which add up to 100.
-
-    The dead zone and the grid are the error under a float32 scale that maps a block's maximum to 6,
-    of the elements that become zero and of the others; the power of two is what is left.
-    """
-    x = torch.cat([normal(seed) for seed in range(PARTS)])
-    energy = (values(x, mx("e2m1", 32, rounding)) - x).square().sum()
-    exact = values(x, float_scaled("e2m1", 32))
-    error = (exact - x).square()
-    zero = 100 * (error[exact == 0].sum() / energy).item()
-    grid = 100 * (error[exact != 0].sum() / energy).item()
-    return [100 - zero - grid, zero, grid]

@@ -25,7 +25,6 @@ from figure_measures import (
     crest,
     crossover,
     e4m3_above,
-    error_split,
     lossless_blocks,
     power_of_two_above,
     qsnr_gap,
@@ -251,19 +250,7 @@ def report(results: Sequence[Result]) -> str:
         "",
         f"ALTO's own test asks for an SNR above {ALTO_LEAST} dB of y, dx and dw; the least here is "
         f"{min(entry.here for entry in results if entry.figure.source == ALTO):.2f} dB.",
-        "",
-        "## The parts of MXFP4's error",
-        "",
-        "Shares of the error's energy on N(0, 1), blocks of 32, after the parts of "
-        "[2605.20402](https://arxiv.org/abs/2605.20402): what a power of two adds to a float32 scale, what that scale "
-        "rounds to zero, and the rest of the grid. No published figure is known for N(0, 1).",
-        "",
-        "| scale | the power of two | dead zone | grid |",
-        "|---|---|---|---|",
     ]
-    for rounding in ("rceil", "even", "floor"):
-        shares = " | ".join(f"{share:.1f} %" for share in error_split(rounding))
-        lines.append(f"| {rounding} | {shares} |")
     return "\n".join(lines) + "\n"
 
 

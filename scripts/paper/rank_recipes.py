@@ -7,8 +7,8 @@ With --ledger the candidates are BF16, MXFP8 and the recipes of `fp4train recipe
 
 A file that exists keeps its text; the sections of the cases that are ranked are replaced, or added at its end.
 
-Base runs of several seeds, trained in NVFP4 and in BF16 by turns: early (step 200) and annealed (step 300, the end);
-the early ones with outlier channels put in; and runs on English text. Runs that are trained and forks that are made
+Base runs of several seeds, trained in NVFP4 and in BF16 by turns: early (step 200) and annealed (step 300, the end),
+and the early ones with outlier channels put in. Runs that are trained and forks that are made
 already are not repeated, so that the script goes on where it was stopped.
 
 Outlier channels: the weight of each norm before a linear layer is multiplied by FACTOR in CHANNELS of its channels, and
@@ -110,12 +110,6 @@ CASES = (
         options=(("recipe", "bf16,mxfp8,nvfp4,mxfp4"), ("lr", "3e-4")),
         bases=3,
     ),
-    Case(
-        name="English",
-        suffix="-english",
-        step=200,
-        about="runs on English text: the topics of Python's help(), 0.5 MB",
-    ),
 )
 INTRODUCTION = """# Ranking of the recipes
 
@@ -148,16 +142,6 @@ def fp4train(*words: str) -> str:
     print(" ".join(["fp4train", *words]), flush=True)
     command = [sys.executable, "-m", "fp4train", *words]
     return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
-
-
-def english(folder: Path) -> Path:
-    """The topics of Python's help(), the text of its language reference, one file each."""
-    from pydoc_data.topics import topics
-
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, text in topics.items():
-        (folder / f"{name}.txt").write_text(text, encoding="utf-8")
-    return folder
 
 
 def put_outliers_in(
@@ -197,10 +181,7 @@ def prepare(case: Case, seed: int, runs: Path) -> Path:
     if case.name == "outliers":
         put_outliers_in(prepare(CASES[0], seed, runs), case.step, run)
         return run
-    data: tuple[str, ...] = ()
-    if case.name == "English":
-        data = ("data=text", f"data.path={english(runs / 'english')}", "data.val=0.1")
-    fp4train(f"run.dir={run}", f"run.seed={seed}", f"recipe={recipe}", *TRAINING, *data)
+    fp4train(f"run.dir={run}", f"run.seed={seed}", f"recipe={recipe}", *TRAINING)
     return run
 
 
