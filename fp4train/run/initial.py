@@ -109,9 +109,7 @@ def open_source(
     path = source.path
     if source.is_folder:
         return open_folder(path, shape)
-    if path.exists() and not path.is_dir():
-        raise UserError(f"init={path} is a file, and no folder{_folder_of(path)}")
-    if not (path / run_directory.CONFIG).is_file() and not path.is_dir():
+    if not path.exists():
         raise UserError(f"init={path}: there is no such folder{_advice(path)}")
     with user_errors(
         UserError, before="init: ", after="; a Hugging Face folder would have a config.json"
@@ -119,14 +117,6 @@ def open_source(
         run = run_directory.require_run(path)
     saved = load(run / run_directory.CHECKPOINTS, source.step, ranks=ranks, verify=verify)
     return RunWeights(saved, source.key)
-
-
-def _folder_of(file: Path) -> str:
-    """The run directory or Hugging Face folder that a file lies in, or what would be one."""
-    for folder in file.parents:
-        if (folder / run_directory.CONFIG).is_file() or WeightSource(path=folder).is_folder:
-            return f". It lies in one: init={folder}"
-    return ". Weights are those of a run directory or of a Hugging Face folder"
 
 
 def _advice(source: Path) -> str:

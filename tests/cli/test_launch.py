@@ -73,18 +73,18 @@ def test_a_folder_that_is_not_there_is_looked_for_beside_it(
     assert "hf download" not in call(*TINY, f"data.path={text}", "init=runs/nothere").message
 
 
-def test_a_file_in_the_place_of_a_folder_of_weights_is_called_one(
+def test_a_file_in_the_place_of_a_folder_of_weights_is_no_run_directory(
     call: Call, text: Path, small_run: Path
 ) -> None:
     begin = (*TINY, f"data.path={text}")
     message = call(*begin, f"init={text}").message
     assert message == (
-        f"init={text} is a file, and no folder. Weights are those of a run directory or of a "
-        "Hugging Face folder"
+        f"init: {text} is not a run directory (it has no config.yaml); a Hugging Face folder would "
+        "have a config.json"
     )
     metrics = small_run / "metrics.jsonl"
     message = call(*begin, f"init={metrics}").message
-    assert message == f"init={metrics} is a file, and no folder. It lies in one: init={small_run}"
+    assert f"{metrics} is not a run directory, it lies in one: {small_run}" in message
     message = call(*begin, f"teacher={text}").message
     assert f"teacher={text}: {text} is not a run directory (it has no config.yaml)" in message
 
