@@ -77,14 +77,17 @@ def _sample(trained: TrainedModel, named: NamedRecipe, line: SampleOptions) -> i
         ids = tokenizer.encode(prompt)
         if (begin := begin_of_document(tokenizer)) is not None:
             ids = [begin, *ids]
-        if spelt := [s for s in getattr(tokenizer, "special_tokens", ()) if s in prompt]:
-            _log.warning("prompt= is text: %s is read as its characters; chat= asks", spelt[0])
+        spelling = "prompt= is text: %s is read as its characters; chat= asks"
     else:
         chat = Dialogue.of(trained)
         prompt = chat.text([{"role": "user", "content": line.chat}])
         ids = chat.encode(prompt)
         ends = chat.ends
         end = chat.spelt_end
+        spelling = "chat= spells %s, which is read as that token"
+    asked = line.prompt or line.chat or ""
+    if spelt := [s for s in getattr(tokenizer, "special_tokens", ()) if s in asked]:
+        _log.warning(spelling, spelt[0])
     shows_tokens = not (as_data or end)
     stream = TextStream(tokenizer, ids)
 

@@ -86,18 +86,20 @@ class Description:
 
     Args:
         origin: one or more sentences on how the weights became what the folder holds.
-        loaded: Python that loads the folder.
+        layout: the word of `to=`.
         in_transformers: whether transformers loads its weights as those of the model.
         config, record: entries of its `config.json` and `fp4train.json`.
         notes: differences from the run, a sentence each.
+        tokenizer: the class of transformers that reads its tokenizer; empty: there is none.
     """
 
     origin: str
-    loaded: str
+    layout: str
     in_transformers: bool
     config: Mapping[str, Any]
     record: Mapping[str, Any] = field(default_factory=dict)
     notes: Sequence[str] = ()
+    tokenizer: str = ""
 
 
 def model_card(model: StoredModel, results: RecordedResults, described: Description) -> str:

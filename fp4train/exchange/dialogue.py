@@ -10,6 +10,7 @@ from fp4train.data.template import ChatTemplate, template_of
 from fp4train.errors import UserError, user_errors
 from fp4train.exchange.trained import TrainedModel
 
+_QUESTION = "A question?"
 _ANSWER = "An answer."
 
 
@@ -48,12 +49,16 @@ class Dialogue:
 
     @cached_property
     def end(self) -> str:
-        """What the template writes behind an answer."""
-        messages = [
-            {"role": "user", "content": "A question?"},
-            {"role": "assistant", "content": _ANSWER},
-        ]
-        return self.text(messages, prompt=False).rpartition(_ANSWER)[2].strip()
+        """What the template writes behind an answer; where that is nothing, before the next
+        question.
+        """
+        asked = {"role": "user", "content": _QUESTION}
+        messages = [asked, {"role": "assistant", "content": _ANSWER}]
+        for conversation in (messages, [*messages, asked]):
+            behind = self.text(conversation, prompt=False).partition(_ANSWER)[2]
+            if end := behind.partition(_QUESTION)[0].strip():
+                return end
+        return ""
 
     @property
     def ends(self) -> list[int]:

@@ -28,7 +28,7 @@ from fp4train.exchange.folder import (
     write_json,
     write_weights,
 )
-from fp4train.exchange.loaded import CURE, loaded_differently
+from fp4train.exchange.loaded import CURE, OTHER_CLASS, loaded_differently
 from fp4train.exchange.stored import StoredModel, open_stored
 from fp4train.exchange.tokenizer import TokenizerSettings, stored_tokenizer, write_tokenizer
 from fp4train.files import Folder
@@ -39,10 +39,6 @@ CARD = "README.md"
 RECORD = "fp4train.json"
 """The file that says which weights of the run a folder has."""
 SPELLED = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
-_LOADED = """from transformers import AutoModelForCausalLM, AutoTokenizer
-
-model = AutoModelForCausalLM.from_pretrained("FOLDER")
-tokenizer = AutoTokenizer.from_pretrained("FOLDER")"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +88,7 @@ def export_huggingface(
             Description(
                 origin="Written by `fp4train export RUN to=hf`; the weights are in "
                 f"{SPELLED[dtype]}, {how}.",
-                loaded=model.family.loaded or _LOADED,
+                layout="hf",
                 in_transformers=model.family.loaded is None,
                 config={"dtype": SPELLED[dtype]},
             ),
@@ -119,10 +115,15 @@ def write_model(
             f"The weights are those that the run keeps as {kind}; its losses are of others."
         )
     tokenizer = stored_tokenizer(model.config, model.run)
-    notes += [f"{difference}. {CURE}." for difference in loaded_differently(folder.path, tokenizer)]
+    differences = list(loaded_differently(folder.path, tokenizer))
+    notes += [f"{difference}. {CURE}." for difference in differences]
     results = measured(model)
     notes += results.notes
-    card = model_card(model, results, replace(described, notes=notes))
+    reader = "AutoTokenizer"
+    if differences:
+        reader = OTHER_CLASS
+    described = replace(described, notes=notes, tokenizer="" if tokenizer is None else reader)
+    card = model_card(model, results, described)
     folder.write(CARD, card.encode())
     weights = {"step": model.saved.step, "weights": model.source.kind}
     write_json(folder, RECORD, {**weights, **described.record})

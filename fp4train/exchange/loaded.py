@@ -68,8 +68,9 @@ def _first_other(ours: list[int], theirs: list[int]) -> str:
     return f", from number {place} on"
 
 
+OTHER_CLASS = "PreTrainedTokenizerFast"
 CURE = (
-    "`transformers.PreTrainedTokenizerFast.from_pretrained(FOLDER)` gives the ids of "
+    f"`transformers.{OTHER_CLASS}.from_pretrained(FOLDER)` gives the ids of "
     "training. For vLLM and SGLang "
     "copy tokenizer.json, tokenizer_config.json and special_tokens_map.json into a folder of "
     "their own, whose "

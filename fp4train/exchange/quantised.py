@@ -37,15 +37,6 @@ from fp4train.text import counted, first_few, screen
 CALIBRATION = 4
 """Batches of calibration, where the run did not measure its activations."""
 
-_LOADED = {
-    "compressed-tensors": """from vllm import LLM
-
-print(LLM("FOLDER").generate("def add("))""",
-    "modelopt": """from vllm import LLM
-
-print(LLM("FOLDER", quantization="modelopt").generate("def add("))""",
-}
-
 
 @dataclass(frozen=True, kw_only=True)
 class Measures:
@@ -113,7 +104,7 @@ def export_quantised(
             f"{len(packed.layers)} linear layers as "
             f"{packed.format.name}, {packed.bytes_per_weight:.4f} bytes each; the rest in "
             f"{SPELLED[dtype]}.",
-            loaded=_LOADED[layout],
+            layout=layout,
             in_transformers=layout == COMPRESSED_TENSORS and not not_loaded,
             config={**config, "dtype": SPELLED[dtype]},
             record={

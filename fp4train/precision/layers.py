@@ -58,10 +58,16 @@ STEERING = frozenset(
         "in_proj_b",
         "x_proj",  # Mamba, Jamba
         "dt_proj",
+        "a_proj",  # OLMo Hybrid
+        "b_proj",
+        "f_a_proj",  # Kimi Linear
+        "f_b_proj",
+        "f_proj",  # Bailing Hybrid
+        "wg",  # router of HunYuan
     }
 )
-"""Names in `transformers` of layers that give the gates of shared experts, and the decays and steps
-of recurrences."""
+"""Names in `transformers` of layers that give the gates of shared experts, the decays and steps of
+recurrences, and of routers whose module is not called so."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,6 +126,8 @@ class Layer:
         name; None: they are not, as far as that tells.
         """
         name = self.name.rpartition(".")[2]
+        if "router" in self.name.lower():
+            return "router: chooses in high precision"
         if name in STEERING:
             return f"{name}: a gate, decay or step by its name"
         if self.out_features * (self.parts if self.cut == "out" else 1) == 1:

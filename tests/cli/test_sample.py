@@ -7,9 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 from command_line import Outcome, reseal
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from fp4train.cli import main
 from fp4train.data.template import ChatTemplate
+from fp4train.data.tokenizers import JsonTokenizer
 from fp4train.exchange.dialogue import Dialogue
 from fp4train.exchange.trained import load_trained
 
@@ -77,6 +80,20 @@ def test_special_tokens_are_those_of_a_template_and_characters_of_a_prompt(
     told = f"prompt= is text: {special} is read as its characters"
     assert told in sample(f"prompt=a{special}", "tokens=1", run=folder).err
     assert "is read as" not in sample("prompt=a", "tokens=1", run=folder).err
+    told = f"chat= spells {special}, which is read as that token"
+    assert told in sample(f"chat=a{special}", "tokens=1", run=folder).err
+
+
+def test_an_answer_behind_which_nothing_stands_ends_where_the_next_question_begins() -> None:
+    file = Tokenizer(WordLevel({"</s>": 0, "<user>": 1, "a": 2}, unk_token="a"))
+    file.add_special_tokens(["</s>", "<user>"])
+    tokenizer = JsonTokenizer(file.to_str(), end_of_document="</s>", what="a file")
+    marked, spelt = (
+        Dialogue(ChatTemplate(source=f"{{% for m in messages %}}{form}{{% endfor %}}"), tokenizer)
+        for form in ("<{{ m.role }}>\n{{ m.content }}", "{{ m.role }}: {{ m.content }}\n")
+    )
+    assert (marked.ends, marked.spelt_end) == ([0, 1], "")
+    assert (spelt.ends, spelt.spelt_end) == ([0], "user:")
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from command_line import Cli
 from finished_runs import FinishedRuns
+from hf_exports import used
 
 from fp4train.cli import main
 from fp4train.exchange import export_huggingface, load_trained, verify
@@ -94,7 +95,10 @@ def test_a_tokenizer_that_autotokenizer_changes_is_said_at_export_and_not_verifi
     (difference,) = verify(tmp_path / "qwen2", run).others
     assert "ids where training had" in difference
     cure(tmp_path / "qwen2", tmp_path / "tokenizer")
-    ids = load_trained(run).text_tokenizer().encode("x  =  12345\n")
+    tokenizer = load_trained(run).text_tokenizer()
+    ids = tokenizer.encode("x  =  12345\n")
+    read = used(tmp_path / "qwen2")["tokenizer"]
+    assert read("A\u030a")["input_ids"] == tokenizer.encode("A\u030a")
     import transformers
 
     loaded = transformers.AutoTokenizer.from_pretrained(tmp_path / "tokenizer")

@@ -101,6 +101,8 @@ def test_biases_norms_of_heads_and_a_head_of_its_own_stay_in_high_precision(
     result = verify(tmp_path / "a", run)
     assert not any(layer.differences for layer in result.layers)
     assert all("makes a Qwen2Tokenizer" in difference for difference in result.others)
+    card = (tmp_path / "a/README.md").read_text()
+    assert ('LLM("FOLDER", tokenizer="TOKENIZER")' in card) == bool(result.others)
     model = served(tmp_path / "a", dequantize=True)
     own = weights(run)
     joint = amaxes(weights(run))

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tokenizers
 from finished_runs import FinishedRuns
-from hf_exports import FILES, Command, theirs
+from hf_exports import FILES, Command, theirs, used
 
 from fp4train.config import to_config
 from fp4train.data import Piece, begin_of_document, kept_template, token_chunks
@@ -175,3 +175,4 @@ def test_a_run_on_token_ids_has_no_tokenizer_and_says_so(
         set(os.listdir(tmp_path / "out")) == FILES
         and theirs(tmp_path / "out").config.eos_token_id is None
     )
+    assert used(tmp_path / "out").keys() == {"model", "AutoModelForCausalLM"}

@@ -38,6 +38,15 @@ def theirs(folder: Path) -> Any:
     return transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
 
 
+def used(folder: Path) -> dict[str, Any]:
+    """What the Python of a folder's card defines."""
+    python = (folder / "README.md").read_text().split("```python\n")[1].partition("```")[0]
+    names: dict[str, Any] = {}
+    exec(python.replace("FOLDER", str(folder)), names)
+    del names["__builtins__"]
+    return names
+
+
 FUSED = (("attention.wq", "attention.wk", "attention.wv"), ("mlp.gate", "mlp.up"))
 SHORT = ("train.steps=4",)
 """A run of four steps."""

@@ -107,12 +107,14 @@ def test_named_layers_are_kept_and_the_reason_says_so() -> None:
 
 
 class Steered(nn.Module):
-    """A block with the names of Qwen3-Next and Jamba."""
+    """A block with the names of Qwen3-Next, Jamba, OLMo Hybrid, Kimi Linear and AFMoE."""
 
     def __init__(self) -> None:
         super().__init__()
         self.gate_proj, self.in_proj_ba, self.dt_proj = (nn.Linear(16, 16) for _ in range(3))
+        self.b_proj, self.f_a_proj = nn.Linear(16, 16), nn.Linear(16, 16)
         self.scalar = nn.Linear(16, 1)
+        self.router = nn.ModuleDict({"gate": nn.Linear(16, 8)})
         self.mlp = nn.ModuleDict({"shared_expert_gate": nn.Linear(16, 1), "up": nn.Linear(16, 2)})
 
 
@@ -127,13 +129,15 @@ def test_gates_decays_and_steps_are_in_high_precision_unless_a_recipe_names_them
     )
     reasons = {name: policy.why_kept(layer) for name, layer in layers.items()}
     kept = {name: reason for name, reason in reasons.items() if reason is not None}
-    by_name = {"in_proj_ba", "dt_proj", "mlp.shared_expert_gate"}
+    by_name = {"in_proj_ba", "dt_proj", "b_proj", "f_a_proj"}
+    by_name |= {"mlp.shared_expert_gate", "router.gate"}
     first = {f"blocks.0.{name}" for name in (*by_name, "scalar")}
     assert kept.keys() == first | {f"blocks.1.{name}" for name in (*by_name, "scalar")} - {
         "blocks.1.dt_proj"
     }
     assert kept["blocks.0.dt_proj"] == "dt_proj: a gate, decay or step by its name"
     assert kept["blocks.0.scalar"] == "one out feature: a gate"
+    assert kept["blocks.0.router.gate"] == "router: chooses in high precision"
     recipes = {name: policy.recipe_for(layer, NVFP4()) for name, layer in layers.items()}
     assert recipes["blocks.0.scalar"] == BF16()
     assert recipes["blocks.1.dt_proj"] == MXFP8()
