@@ -202,7 +202,7 @@ def rise_message(run: Run, *, advice: bool = True) -> str:
     name = "validation loss" if divergence.recent[-1] == divergence.evaluated else "loss"
     text = f"the {name} is {loss:.4g}, {past}, since {since}"
     if loss + base <= limit:
-        text = f"the loss rose {past} in {since} and is not back, at {loss:.4g}"
+        text = f"the {name} rose {past} in {since} and is not back, at {loss:.4g}"
     return f"{text}. {_advice(run)}" if advice else text
 
 
@@ -212,7 +212,12 @@ def _base(run: Run) -> float:
 
 def _advice(run: Run) -> str:
     if run.saver.good is None:
-        return "No checkpoint of this run is good: start over with a lower optim.lr (run.overwrite=true)"
+        branches = [record for record in run.record.journal.records if record.event == "branch"]
+        start = f" from {branches[-1].values['from']}" if branches else ""
+        return (
+            f"No checkpoint of this run is good: start over{start} with a lower optim.lr "
+            "(run.overwrite=true)"
+        )
     if run.config.train.on_divergence == "rewind":
         skip = ""
     else:

@@ -8,9 +8,9 @@ the losses in the window,
     limit = max(c, m + max(6 s, (0.2 + 1.6 / n) |m|, 0.1))
 
 A loss above the limit begins a rise, which lasts while losses are above it; while the window is not
-full, while they are above max(c, m + 0.1). After `PERSIST` = 5 losses it is a divergence, which ends when 5 losses
-in a row are back. A rise that ends earlier is noise of a batch, and joins the past. Few losses have
-a wide limit, because their spread says little.
+full, while they are above max(c, m + 0.1). A rise that ends within `PERSIST` = 5 losses is noise of
+a batch, and joins the past. One that does not is a divergence. Few losses have a wide limit, because
+their spread says little.
 
 That measure is wide on a falling curve. So losses are also measured from the trend, the median f of
 the last `RECENT` = 8 of them. The residual of a past loss is what it lies above the median of the 8
@@ -20,7 +20,9 @@ before it; J is the largest residual, S the spread of all. A loss above
 
 begins a rise, too, once the past has 8 losses. It lasts while losses are above this bar.
 
-A loss fits the curve before it if it is within its past and at most f + max(J, 3 S, 0.1 |f|).
+A loss fits the curve before it if it is within its past and at most f + max(J, 3 R, 0.1 |f|), with
+the spread R of the last 16 residuals. Five losses in a row that fit the curve from before a
+divergence, or are within 0.1 of f, end it.
 
 A slow rise takes both measures with it. So the mean of the last `WINDOW` losses is judged, too,
 without the highest and the lowest quarter, which may be outliers. Where it was lowest, at L with
@@ -35,7 +37,9 @@ the first loss, whatever came before them. Vocabularies below `LEAST_VOCABULARY`
 An evaluation at the end of a run judges its last state. Where its loss fits the curve, and is at most
 1.5 times the evaluation before it, at e, a rise that is no divergence yet was noise of batches.
 Above the limit it is a divergence if it is above 1.5 e and half the way from e to ln V; where there
-is no e, above twice the larger of ln V and the first loss.
+is no e, above twice the larger of ln V and the first loss. Above max(1.2 e, e + 0.1) it is one if the losses
+rose with it: if the median of the last `PERSIST` is above m + max(1.5 s, 0.1 |m|), by those of the past
+that are older than `LASTING`.
 
 The state that gave a loss is known to be good if the loss fits the curve, is at most L + 0.75 d, and
 is not above 0.95 ln V after any loss below 0.8 ln V, nor above 1.2 times the larger of ln V and the
@@ -215,6 +219,15 @@ class Divergence:
         return self.trend + max(1.5 * max(residuals), 6 * _spread(residuals), least, LEAST_RISE)
 
     @property
+    def curve(self) -> float:
+        """The highest loss that fits the curve."""
+        margins = [0.1 * abs(self.trend)]
+        if len(self.past) > 1:
+            residuals = self.residuals
+            margins += [max(residuals), 3 * _spread(residuals[-2 * RECENT :])]
+        return self.trend + max(margins)
+
+    @property
     def suspect(self) -> float:
         """The loss above which no state is known to be good, whatever came before it."""
         bounds = [math.inf]
@@ -234,10 +247,12 @@ class Divergence:
         """The level that the losses of a rise lie above."""
         if self.from_best:
             return self.suspect
-        if self.from_trend:
-            return self.trend_limit
         full = len(self.past) >= WINDOW
-        return self.limit if full else max(self.ceiling, self.level + LEAST_RISE)
+        if self.from_trend:
+            within = self.trend_limit
+        else:
+            within = self.limit if full else max(self.ceiling, self.level + LEAST_RISE)
+        return min(within, max(self.curve, self.trend + LEAST_RISE)) if self.seen else within
 
     @property
     def measured_from(self) -> tuple[float, float]:
@@ -263,8 +278,7 @@ class Divergence:
             return False
         if len(self.past) < RECENT or loss <= self.trend + 0.1 * abs(self.trend):
             return True
-        residuals = self.residuals
-        return loss <= self.trend + max(*residuals, 3 * _spread(residuals))
+        return loss <= self.curve
 
     def would_fit(self, loss: float) -> bool:
         """Whether a loss that came now would fit the curve before it."""
@@ -337,17 +351,28 @@ class Divergence:
         rises = earlier is not None and loss > 1.5 * earlier
         if self.since is not None and not self.seen and not rises and self.would_fit(loss):
             self._ends(())  # the high losses were those of batches
-        if not self.uniform or loss <= self.limit:
-            return
         if earlier is None:
             bar = 2 * max(self.uniform, self.first or 0.0)
+            risen = 0
         else:
             bar = max(1.5 * earlier, (earlier + self.uniform) / 2)
-        if loss > bar:
-            self.since = self.known if self.since is None else self.since
+            risen = self._risen_last if loss > max(1.2 * earlier, earlier + LEAST_RISE) else 0
+        if risen or (self.uniform and loss > max(self.limit, bar)):
+            self.since = self.known - risen if self.since is None else self.since
             self.high = PERSIST
             self.recent = (*self.recent, loss)[-PERSIST:]
             self.last = (loss,) * LASTING
+
+    @property
+    def _risen_last(self) -> int:
+        """How many of the last losses lie above those before them; 0: their median does not."""
+        before = self.past[:-LASTING][-WINDOW:]
+        if len(before) < RECENT:
+            return 0
+        level = median(before)
+        if median(self.recent) <= level + max(1.5 * _spread(before), 0.1 * abs(level)):
+            return 0
+        return len(list(takewhile(lambda loss: loss > level, reversed(self.last))))
 
     def _begin_from_best(self) -> None:
         """The last losses that all are suspect are no past, but a rise that lasts."""

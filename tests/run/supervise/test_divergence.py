@@ -90,6 +90,13 @@ def test_a_run_that_diverges_from_its_start_says_so_and_keeps_its_newest_checkpo
     assert steps("runs/b") == [4, 7] == sorted(marked("runs/b")), "the state where it stopped, too"
 
 
+def test_a_branch_without_a_good_checkpoint_names_the_one_that_it_began_from(cli: Cli) -> None:
+    assert cli("run.name=a", *RUN, "train.steps=6").code == 0
+    ended = cli("resume=runs/a", "run.name=b", "train.steps=12", "optim.lr=10")
+    assert ended.code == 3
+    assert "start over from runs/a/checkpoints/step_00000006 with a lower optim.lr" in ended.err
+
+
 @pytest.mark.parametrize(
     ("lr", "mode"),
     [

@@ -236,6 +236,24 @@ def test_a_single_outlier_is_noise_and_does_not_blind() -> None:
     assert seen_at([*spiked, *[8.0] * 5]) == 115
 
 
+@pytest.mark.parametrize("known", [20, 40, 60, 200])
+def test_a_model_that_comes_back_to_a_third_above_its_curve_has_diverged(known: int) -> None:
+    """The high losses of the beginning, which are in a short past, are no level to come back to."""
+    draw = random.Random(known)
+    losses = [2.2 + 3 * math.exp(-step / 10) + draw.gauss(0, 0.1) for step in range(known)]
+    found = Divergence(uniform=math.log(257))
+    for step, loss in enumerate(losses):
+        found.add(step, loss)
+    trend = found.trend
+    for step in range(40):
+        found.add(known + step, 4 / 3 * trend + 9 * math.exp(-step / 4) + draw.gauss(0, 0.1))
+    assert found.beyond_noise
+    for step in range(PERSIST):
+        assert found.seen and not found.is_good
+        found.add(known + 40 + step, trend)
+    assert not found.seen
+
+
 def test_a_divergence_is_over_after_five_losses_within_its_past() -> None:
     found = Divergence()
     for step, loss in enumerate([*DEFAULT[:100], *[50.0] * 20, *DEFAULT[100:104]]):
@@ -329,6 +347,24 @@ def test_an_evaluation_at_the_end_judges_by_the_one_before(
         found.add_evaluation(loss, ends=False)
     found.add_evaluation(last, ends=True)
     assert found.seen == found.beyond_noise == seen
+
+
+@pytest.mark.parametrize("damaged", [5, 10])
+@pytest.mark.parametrize(
+    ("rise", "evaluated", "seen"), [(1.5, 1.5, 1), (1.5, 1.1, 0), (1.0, 1.5, 0)]
+)
+def test_damage_within_the_noise_of_the_last_steps_is_seen_where_the_evaluation_rises_with_it(
+    damaged: int, rise: float, evaluated: float, seen: int
+) -> None:
+    """An evaluation alone also rises where a model has too few data."""
+    for seed in range(20):
+        noise = np.random.default_rng(seed).normal(1, 0.15, 150)
+        found = Divergence(uniform=math.log(50_257))
+        for step, loss in enumerate(2.1 * noise):
+            found.add(step, loss * (rise if step >= 150 - damaged else 1))
+        for ends, loss in enumerate((2.1, 2.1 * evaluated)):
+            found.add_evaluation(loss, ends=bool(ends))
+        assert found.beyond_noise == bool(seen), seed
 
 
 def test_a_high_end_stays_doubtful_where_the_evaluation_rises_too() -> None:
