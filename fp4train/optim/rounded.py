@@ -374,8 +374,6 @@ def _has_triton() -> bool:
 def _has_c() -> bool:
     """Whether the C kernel runs; logs why not."""
     reason = cpu.unavailable()
-    if reason is None and not hasattr(cpu.loaded(), "adamw"):
-        reason = "the C extension was built from other sources; rebuild it: pip install -e ."
     if reason is not None:
         _log.warning("optim.moments=bfloat16 is updated by torch, many times slower: %s", reason)
     return reason is None
