@@ -29,10 +29,10 @@ import torch
 from torch import Tensor
 
 from fp4train.backends import GEMMS, OPERANDS, sourced
-from fp4train.measure.metrics import largest_values
 from fp4train.precision.layer_plan import LayerPlan
 from fp4train.precision.layers import Layer
-from fp4train.quantize import Decoded, QuantSpec, RandomKey, quantizer
+from fp4train.quantize import Decoded, Quantized, QuantSpec, RandomKey, quantizer
+from fp4train.quantize.quantized import apply_block_scales, operand_width
 from fp4train.quantize.transform import transform
 
 if TYPE_CHECKING:
@@ -232,6 +232,18 @@ def _statistics(
     ]
     raw += [torch.full_like(signal, x.numel()), codes, at_least, at_most]
     return torch.stack([number.double() for number in raw]), decoded
+
+
+def largest_values(q: Quantized) -> Tensor:
+    """The largest magnitude that the block of each element can represent: max * block scale *
+    global scale, [R, C].
+    """
+    spec = q.spec
+    values = torch.full(q.element_codes.shape, spec.format.max, device=q.codes.device)
+    values = apply_block_scales(values, q.block_scales(), spec)
+    if (scale := q.global_decode()) is not None:
+        values = values * scale
+    return values[:, : operand_width(spec, q.shape[1])]
 
 
 def _noise(

@@ -7,10 +7,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from error_metrics import measure
 from torch import Tensor, nn
 
 import fp4train as f4
-from fp4train.measure import Measured, measure, watch
+from fp4train.measure import Measured, watch
 from fp4train.measure.statistics import NAMES, RAW, sample
 from fp4train.nn import Linear
 from fp4train.precision import (
@@ -55,23 +56,30 @@ def test_a_small_tensor_is_measured_whole_by_the_formulas_of_the_readable_metric
     assert found.layers == ["0", "2"] and [
         NAMES[number] for layer, number in found.at if layer == 0
     ] == list(NAMES)
-    raw = dict(zip(RAW, found.values[found.at.index((0, 0))].tolist(), strict=True))
-    spec = recipe.table()["fprop"].first
-    assert spec is not None
-    expected = measure(x, spec)
-    assert raw["amax"] == expected.amax and raw["elements"] == x.numel()
-    assert 10 * math.log10(raw["signal"] / raw["error"]) == pytest.approx(
-        expected.sqnr_db, abs=1e-3
-    )
-    assert raw["lost"] / raw["nonzero"] == pytest.approx(expected.underflow)
-    assert raw["clipped"] / raw["elements"] == pytest.approx(expected.saturation)
-    assert raw["fourth"] / raw["variance"] ** 2 == pytest.approx(expected.kurtosis, rel=1e-5)
-    q = quantize(x, spec)
-    assert raw["scales"] == (q.scales.unique().numel() if q.scales.dtype == torch.uint8 else 0)
-    assert (raw["smallest_scale"], raw["largest_scale"]) == (
-        q.block_scales().min(),
-        q.block_scales().max(),
-    )
+    table = recipe.table()
+    for name, spec, tensor in (
+        ("fprop.x", table["fprop"].first, x),
+        ("wgrad.x", table["wgrad"].second, x.T),
+    ):
+        assert spec is not None
+        row = found.values[found.at.index((0, NAMES.index(name)))]
+        raw = dict(zip(RAW, row.tolist(), strict=True))
+        expected = measure(tensor, spec, KEY if spec.random else None)
+        assert raw["elements"] == x.numel()
+        if spec.hadamard is None:
+            assert raw["amax"] == expected.amax
+        assert 10 * math.log10(raw["signal"] / raw["error"]) == pytest.approx(
+            expected.sqnr_db, abs=1e-3
+        )
+        assert raw["lost"] / raw["nonzero"] == pytest.approx(expected.underflow)
+        assert raw["clipped"] / raw["elements"] == pytest.approx(expected.saturation)
+        assert raw["fourth"] / raw["variance"] ** 2 == pytest.approx(expected.kurtosis, rel=1e-5)
+        q = quantize(tensor, spec)
+        assert raw["scales"] == (q.scales.unique().numel() if q.scales.dtype == torch.uint8 else 0)
+        assert (raw["smallest_scale"], raw["largest_scale"]) == (
+            q.block_scales().min(),
+            q.block_scales().max(),
+        )
 
 
 def test_a_sample_is_of_whole_groups_across_the_tensor_with_the_amax_of_all() -> None:

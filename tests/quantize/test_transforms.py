@@ -4,8 +4,8 @@ spreading outliers.
 
 import pytest
 import torch
+from error_metrics import measure
 
-from fp4train.measure import measure
 from fp4train.quantize import (
     Hadamard,
     QuantSpec,
