@@ -8,8 +8,8 @@ configurations differ. Runs that differ in run.seed only are averaged.
                    (.json); the default is compare.png in the first RUN; of one
                    RUN its curves
   width=6.3        inches of the picture
-  labels=A,B       names of the runs in tables and picture; runs that differ in
-                   run.seed only may share one
+  labels=A,B       names in tables and picture, in the order of the command: one
+                   for each RUN, or for those that differ in run.seed only
 """
 
 import re
@@ -40,12 +40,13 @@ def main(arguments: list[str]) -> int:
     """Print the table and draw the plot; returns the exit code."""
     line = read_line(arguments, CompareOptions, __doc__)
     out = line.out
-    runs = baseline_first(line.runs, line.baseline)
+    with_baseline = baseline_first(line.runs, line.baseline)
+    runs = max(line.runs, with_baseline, key=len)
     if len(runs) < 2 and (not runs or out is None):
         raise UserError(f"compare needs two or more run directories: {line.usage}")
     if out is not None:
         check_out(out, OUTPUTS)
-    comparison = compare(runs, quantised_share, line.labels)
+    comparison = compare(runs, quantised_share, line.labels, line.baseline)
     print(fitted(comparison.render(terminal_width())))
     if out is None:
         print(comparison.draw(width=line.width))

@@ -166,8 +166,13 @@ def compare(
     runs: Sequence[Path],
     quantised: Callable[[Path], float | None] = lambda run: None,
     labels: Sequence[str] = (),
+    baseline: Path | None = None,
 ) -> Comparison:
-    """Run directories side by side, called by `labels`, or else by the names of their folders.
+    """Run directories side by side, called by the names of their folders.
+
+    Args:
+        labels: names in place of those, of each run or of each group of seeds.
+        baseline: the one of `runs` that gaps are to; None: the first.
 
     Raises:
         UserError: there is none, one is no run directory or has no metrics yet, they share no step,
@@ -175,11 +180,14 @@ def compare(
     """
     if not runs:
         raise UserError("compare needs run directories: fp4train compare RUN RUN...")
-    if labels and len(labels) != len(runs):
-        raise UserError(f"labels= names {len(labels)} runs of {len(runs)}: give one for each run")
     histories = [read_history(Path(run)) for run in runs]
-    names = names_of(histories)
-    comparison = Comparison(histories, labels or names, quantised)
+    names = _labelled(histories, labels) if labels else names_of(histories)
+    if baseline is not None:
+        others = [not history.path.samefile(baseline) for history in histories]
+        places = sorted(range(len(runs)), key=others.__getitem__)
+        histories = [histories[place] for place in places]
+        names = [names[place] for place in places]
+    comparison = Comparison(histories, names, quantised)
     if comparison.at is None:
         ranges = ", ".join(
             f"{name} {int(steps[0])} to {int(steps[-1])}"
@@ -188,6 +196,23 @@ def compare(
         )
         raise UserError(f"these runs have no step in common: {ranges}")
     return comparison
+
+
+def _labelled(histories: Sequence[History], labels: Sequence[str]) -> list[str]:
+    """The label of each run, which may be that of its group of seeds."""
+    groups = seed_groups(histories, names_of(histories))
+    if len(labels) == len(histories):
+        return list(labels)
+    if len(labels) != len(groups):
+        of_groups = f", or for each of {len(groups)} groups of seeds"
+        raise UserError(
+            f"labels= names {len(labels)} runs of {len(histories)}: give one for each run"
+            f"{of_groups if len(groups) < len(histories) else ''}"
+        )
+    places = {
+        place: label for group, label in zip(groups, labels, strict=True) for place in group.places
+    }
+    return [label for _, label in sorted(places.items())]
 
 
 def _divergences(history: History) -> tuple[int | None, list[int]]:

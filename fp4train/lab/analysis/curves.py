@@ -221,7 +221,7 @@ def _recipes(axes: Axes, rows: Sequence[RecipeRow], right: float) -> None:
     names = [shortened(row.name, ROW) for row in rows]
     if max(map(len, names)) > ROW_PER_INCH * look.inches_wide(axes):
         names = [SIGN] * len(rows)
-    look.name_rows(axes, names, ticks=10)
+    look.name_rows(axes, names, ticks=10, integer=True)
     for tick, row in zip(axes.get_yticklabels(), rows, strict=True):
         tick.set_color(look.colour_of(row.colour))
     axes.grid(visible=False)

@@ -127,19 +127,20 @@ def _legend(figure: Figure) -> None:
     """Name what has a label, below the panels; the picture grows by it."""
     width, height = figure.get_size_inches()
     room = _room(width)
-    handles: dict[str, Any] = {}
+    handles: dict[tuple[str, type], Any] = {}  # a curve may be called as a recipe is
     for axes in figure.axes:
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
-            handles.setdefault(name_lines(label, room - 6), handle)
+            handles.setdefault((name_lines(label, room - 6), type(handle)), handle)
     if not handles:
         return
-    longest = max(len(line) for label in handles for line in label.split("\n"))
+    labels = [label for label, _ in handles]
+    longest = max(len(line) for label in labels for line in label.split("\n"))
     columns = max(1, min(len(handles), room // (longest + 6)))
-    lines = sum(1 + label.count("\n") for label in handles) / columns
+    lines = sum(1 + label.count("\n") for label in labels) / columns
     figure.set_size_inches(width, height + LEADING * (1 + math.ceil(lines)))
     figure.legend(
         list(handles.values()),
-        list(handles),
+        labels,
         loc="outside lower left",
         ncols=columns,
         fontsize=7.5,
@@ -269,14 +270,14 @@ def inches_wide(axes: Axes) -> float:
     return float(axes.figure.bbox.width / axes.figure.dpi)
 
 
-def name_rows(axes: Axes, names: Sequence[str], *, ticks: int) -> None:
+def name_rows(axes: Axes, names: Sequence[str], *, ticks: int, integer: bool = False) -> None:
     """A row per name, the first one at the top, and values along x."""
     axes.grid(visible=False)
     axes.grid(axis="x")
     axes.set_yticks(range(len(names)), names, fontsize=7.5)
     axes.tick_params(axis="y", length=0)
     axes.set_ylim(len(names) - 0.4, -0.6)
-    few_ticks(axes, ticks)
+    few_ticks(axes, ticks, integer=integer)
 
 
 def logarithmic(axes: Axes, low: float, high: float, even: float = EVEN) -> None:

@@ -50,11 +50,13 @@ class SeedGroup:
 
     @property
     def name(self) -> str:
-        """The names of its runs, of the first ones if there are many."""
+        """The names of its runs, of the first ones if there are many: a-seed=0, 1, 2."""
         names = list(dict.fromkeys(self.names))
         if len(names) == 1:
             return names[0]
-        return first_few([shortened(name, 40) for name in names], NAMED)
+        *start, _ = names[0].rpartition("=")
+        seeds = [names[0], *(name.removeprefix("".join(start)) for name in names[1:])]
+        return first_few([shortened(name, 40) for name in seeds], NAMED)
 
     def losses(self, key: str, steps: Floats, window: int) -> Floats:
         """The losses [run, step] at steps that all runs have."""
@@ -197,15 +199,16 @@ class GroupFigures:
 
     Args:
         runs, seeds: names of the runs and their seeds.
-        train_loss, val_loss, loss: means of the smoothed training loss at the end, of the last
-            validation loss (None where a run has none), and of the loss that gaps are of.
+        train_loss, val_loss: means of the smoothed training loss at the end and of the last
+            validation loss; None where runs end at different steps, or one has no such loss.
+        loss: mean of the loss that gaps are of.
         gap: relative gap of that loss to the first group's; None for that group.
     """
 
     name: str
     runs: tuple[str, ...]
     seeds: tuple[int, ...]
-    train_loss: Estimate
+    train_loss: Estimate | None
     val_loss: Estimate | None
     loss: Estimate
     gap: Estimate | None
@@ -247,6 +250,8 @@ def figures_of_groups(
     figures = []
     for group in groups:
         of_group = [rows[place] for place in group.places]
+        ends = {row.steps for row in of_group}
+        training = [row.train_loss for row in of_group if len(ends) == 1]
         validation = [row.val_loss for row in of_group if row.val_loss is not None]
         base = [losses[place] for place in reference.places]
         of_runs = [losses[place] for place in group.places]
@@ -255,8 +260,8 @@ def figures_of_groups(
                 name=group.name,
                 runs=tuple(row.name for row in of_group),
                 seeds=group.seeds,
-                train_loss=mean_loss([row.train_loss for row in of_group]),
-                val_loss=mean_loss(validation) if len(validation) == len(of_group) else None,
+                train_loss=mean_loss(training) if training else None,
+                val_loss=mean_loss(validation) if len(validation) == len(training) else None,
                 loss=mean_loss(of_runs),
                 gap=None if group is reference else relative_gap(reference, group, base, of_runs),
             )

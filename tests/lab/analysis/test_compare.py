@@ -166,6 +166,21 @@ def test_runs_that_differ_in_their_seed_only_are_averaged(tmp_path: Path) -> Non
     written = json.loads(comparison.write(tmp_path / "means.json").read_text())
     assert written["means"][0]["seeds"] == [0, 1, 2]
     assert not compare([runs[0], runs[3]]).several_seeds, "other configurations are no seeds"
+    labelled = compare(runs, labels=("A", "B"))
+    assert [row.name for row in labelled.rows] == ["A", "A", "A", "B", "B"]
+    with pytest.raises(UserError, match="one for each run, or for each of 2 groups of seeds"):
+        compare(runs, labels=("A",))
+
+
+def test_losses_at_different_steps_have_no_mean(tmp_path: Path) -> None:
+    runs = [
+        configured(write_run(tmp_path / f"a-seed={seed}", 2.0 - seed, steps=steps), run_seed=seed)
+        for seed, steps in enumerate((range(1, 21), range(1, 31)))
+    ]
+    (group,) = compare(runs).means
+    assert group.name == "a-seed=0, 1" and group.loss.mean == 1.5
+    assert (group.train_loss, group.val_loss) == (None, None)
+    assert "0 1    -  " in compare(runs).render()
 
 
 def test_the_table_is_written_as_csv_and_as_json(tmp_path: Path) -> None:

@@ -79,8 +79,13 @@ def test_in_a_column_of_a_paper_curves_keep_their_room_and_the_band_of_seeds_a_n
     assert loss.get_window_extent().width > 0.75 * figure.bbox.width
     assert [label.get_text() for label in recipes.get_yticklabels()] == ["■", "■"]
     assert figure.get_tightbbox().x1 < 3.35
+    assert all(float(tick).is_integer() for tick in recipes.get_xticks())
     named = [text.get_text().replace("\n", " ") for text in figure.legends[0].get_texts()]
     assert named.count(BAND) == 1
+    with common_look():
+        (legend,) = compare(runs, labels=("bf16", "nvfp4")).picture()(3.3).legends
+    named = [text.get_text() for text in legend.get_texts()]
+    assert named.count("bf16") == 2, "a curve and a recipe"
 
 
 @pytest.mark.parametrize(

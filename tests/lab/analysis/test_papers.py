@@ -34,12 +34,14 @@ def test_a_comparison_is_written_in_the_width_that_is_asked_for(
 def test_the_baseline_is_the_run_that_gaps_are_to_and_labels_name_runs(
     small_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    other = Path(shutil.copytree(small_run, tmp_path / "other"))
+    other = write_run(tmp_path / "other", steps=6)
     out = tmp_path / "all.json"
     words = ("compare", small_run, other, f"baseline={other}", f"out={out}")
-    assert command(*words, "labels=first,second") == 0
-    rows = json.loads(out.read_text("utf-8"))["runs"]
-    assert [row["run"] for row in rows] == ["first", "second"] and rows[0]["gap"] is None
+    for runs in (words, (words[0], other, small_run, *words[3:])):
+        assert command(*runs, f"labels={','.join(run.name for run in runs[1:3])}") == 0
+        rows = json.loads(out.read_text("utf-8"))["runs"]
+        assert [row["run"] for row in rows] == ["other", small_run.name]
+        assert rows[0]["gap"] is None and rows[0]["tokens_per_s"] == 1000
     assert command(*words[:3], "width=1") == command(*words[:3], "basline=x") == 1
     said = capsys.readouterr().err
     assert "width=1 must be a number of inches" in said and "did you mean 'baseline'?" in said
