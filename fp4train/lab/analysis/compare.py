@@ -144,10 +144,7 @@ class Comparison:
         Raises:
             UserError: the file cannot be written.
         """
-        if out is not None:
-            path = Path(out)
-        else:
-            path = self.histories[0].path / COMPARISON
+        path = Path(out or self.histories[0].path / COMPARISON)
         save(self.picture(), width or PICTURE, path)
         return path
 
@@ -175,19 +172,16 @@ def compare(
         baseline: the one of `runs` that gaps are to; None: the first.
 
     Raises:
-        UserError: there is none, one is no run directory or has no metrics yet, they share no step,
+        UserError: one is no run directory or has no metrics yet, they share no step,
             or there are more or fewer labels.
     """
-    if not runs:
-        raise UserError("compare needs run directories: fp4train compare RUN RUN...")
     histories = [read_history(Path(run)) for run in runs]
     names = _labelled(histories, labels) if labels else names_of(histories)
-    if baseline is not None:
-        others = [not history.path.samefile(baseline) for history in histories]
-        places = sorted(range(len(runs)), key=others.__getitem__)
-        histories = [histories[place] for place in places]
-        names = [names[place] for place in places]
-    comparison = Comparison(histories, names, quantised)
+    reference = baseline or runs[0]
+    others = [not history.path.samefile(reference) for history in histories]
+    places = sorted(range(len(runs)), key=others.__getitem__)
+    ordered = [histories[place] for place in places]
+    comparison = Comparison(ordered, [names[place] for place in places], quantised)
     if comparison.at is None:
         ranges = ", ".join(
             f"{name} {int(steps[0])} to {int(steps[-1])}"
@@ -198,21 +192,22 @@ def compare(
     return comparison
 
 
-def _labelled(histories: Sequence[History], labels: Sequence[str]) -> list[str]:
-    """The label of each run, which may be that of its group of seeds."""
-    groups = seed_groups(histories, names_of(histories))
+def _labelled(histories: Sequence[History], labels: Sequence[str]) -> Sequence[str]:
+    """The label of each run, or that of its group of seeds."""
     if len(labels) == len(histories):
-        return list(labels)
+        return labels
+    groups = [group.places for group in seed_groups(histories, names_of(histories))]
     if len(labels) != len(groups):
-        of_groups = f", or for each of {len(groups)} groups of seeds"
         raise UserError(
-            f"labels= names {len(labels)} runs of {len(histories)}: give one for each run"
-            f"{of_groups if len(groups) < len(histories) else ''}"
+            f"labels= names {len(labels)} runs of {len(histories)}: give one for each run, or for "
+            "each group of seeds"
         )
-    places = {
-        place: label for group, label in zip(groups, labels, strict=True) for place in group.places
-    }
-    return [label for _, label in sorted(places.items())]
+    return [
+        label
+        for place in range(len(histories))
+        for label, places in zip(labels, groups, strict=True)
+        if place in places
+    ]
 
 
 def _divergences(history: History) -> tuple[int | None, list[int]]:
