@@ -18,7 +18,7 @@ from fp4train.data.containers import HEAD, TAIL, container
 from fp4train.data.stored import Stamp, stamp_of
 from fp4train.data.tokens import Piece
 from fp4train.errors import DataError, check_local, data_errors, reason
-from fp4train.text import first_few, nearest
+from fp4train.text import counted, first_few, nearest
 
 PIECE_CHARACTERS = 1 << 16
 
@@ -191,7 +191,7 @@ def _with_suffixes(
 
 
 def _once(folder: str, files: Sequence[str], versions: dict[str, str], key: str) -> list[str]:
-    """The files of a folder of `datasets` without those that it computed from the others.
+    """The data files of a folder of `datasets` without those that it computed from the others.
 
     Args:
         versions: parent → the folder of the cache that was seen there.
@@ -204,9 +204,9 @@ def _once(folder: str, files: Sequence[str], versions: dict[str, str], key: str)
         raise DataError(f"{key}: {other} and {folder} hold one data set twice: name one of them")
     data = [file for file in files if not (file.startswith("cache-") and file.endswith(".arrow"))]
     if len(data) < len(files):
-        text = "%s: %d files in %s that `datasets` computed from its others are left out"
-        _log.info(text, key, len(files) - len(data), folder)
-    return data
+        text = "%s: what `datasets` computed from other files of %s is left out (%s)"
+        _log.info(text, key, folder, counted(len(files) - len(data), "file"))
+    return [file for file in data if file != _OF_DATASETS]
 
 
 def _outside_of_runs(files: Sequence[Path], place: Path, key: str) -> list[Path]:

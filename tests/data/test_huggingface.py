@@ -69,7 +69,9 @@ def test_a_folder_of_files_is_read_in_the_order_of_names(tmp_path: Path) -> None
     assert texts(build(tmp_path / "rows")) == [*ROWS, ""]
 
 
-def test_a_cache_of_datasets_is_read_once(jsonl: Path, tmp_path: Path) -> None:
+def test_a_cache_of_datasets_is_read_once(
+    jsonl: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     import datasets
 
     cache = str(tmp_path / "hf")
@@ -77,7 +79,10 @@ def test_a_cache_of_datasets_is_read_once(jsonl: Path, tmp_path: Path) -> None:
     rows.map(lambda row: {"text": row["text"].upper()})
     version = Path(rows.cache_files[0]["filename"]).parent
     assert len(list(version.glob("*.arrow"))) == 2
-    assert texts(build(version)) == [*ROWS, ""]
+    with caplog.at_level("INFO"):
+        assert texts(build(version)) == [*ROWS, ""]
+    assert caplog.messages[0].endswith("is left out (1 file)"), "the description goes unsaid"
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
     shutil.copytree(version, version.with_name("another"))
     with pytest.raises(DataError, match=r"hold one data set twice: name one of them"):
         build(version.parent)
