@@ -125,6 +125,8 @@ class Loader(Stream):
         )
         self.tokens = tokens
         self.all_scored = tokens.scored is None
+        if tokens.parts:
+            self.repeated = "the part shown most"
         self.seed = seed
         self._cycle_parts, self._cycle_turns = _turns([part.share for part in self.parts], seed)
 

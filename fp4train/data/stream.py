@@ -30,6 +30,8 @@ class Stream(ABC):
 
     all_scored = True
     """Whether every target counts in the loss."""
+    repeated = "the data"
+    """What is shown again first."""
 
     def __init__(self, *, name: str, vocab_size: int, batch_size: int, seq_len: int) -> None:
         self.name = name
@@ -85,7 +87,7 @@ class Stream(ABC):
         """How often so many batches show the data, in words; empty: nobody knows."""
         times = batches * self.batch_size / self.fresh
         shown = f"{times:.2g}" if times < 10 else f"{times:,.0f}"
-        return f"{shown} passes over the data" if self.fresh < ENDLESS else ""
+        return f"{shown} passes over {self.repeated}" if self.fresh < ENDLESS else ""
 
     @property
     def batches_per_epoch(self) -> int:

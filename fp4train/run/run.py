@@ -136,10 +136,13 @@ class Run:
             device = torch.cuda.get_device_name(self.device)
         else:
             device = str(self.device)
+        train = self.config.train
+        passes = self.data.training.passes(train.steps)
         return (
             f"{type(self.config.model).__name__}, {size} parameters; "
-            f"{counted(self.config.train.steps, 'step')} of "
-            f"{counted(self.config.train.step_tokens, 'token')}; {device}"
+            f"{counted(train.steps, 'step')} of {counted(train.step_tokens, 'token')}; "
+            + (f"{passes}; " if passes else "")
+            + device
             + (f"; {self.world}" if self.world.size > 1 else "")
         )
 

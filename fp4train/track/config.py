@@ -72,7 +72,7 @@ class JsonlTracking:
         except Exception as error:
             _log.warning(
                 "%s is switched off: %s",
-                type(self).__name__.removesuffix("Tracking").lower(),
+                type(getattr(self, "tracking", self)).__name__.removesuffix("Tracking").lower(),
                 error,
             )
             return metrics

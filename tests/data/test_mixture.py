@@ -125,6 +125,8 @@ def test_training_and_validation_have_the_shares_of_the_weights(
 ) -> None:
     data = mixture(texts, 3, 1).build(tmp_path / "run", 16, 0)
     assert "a 75.00% of" in data.description and "b 25.00% of" in data.description
+    training = data.training(batch_size=1, seq_len=16, seed=0)
+    assert training.passes(500) == "1.5 passes over the part shown most"
     for loader in (
         data.training(batch_size=8, seq_len=16, seed=0),
         data.validation(batch_size=8, seq_len=16),

@@ -158,6 +158,7 @@ def test_a_budget_of_tokens_is_kept_as_its_steps(cli: Cli) -> None:
     assert ended.code == 0, ended.err
     assert "train.tokens=0.3k: 2 steps of 128 tokens, 44 left over" in ended.err
     assert re.search(r"step 2, done; .*; [\d.]+ passes over the data; ", ended.out)
+    assert re.search(r"2 steps of 128 tokens; [\d.]+ passes over the data; cpu", ended.err)
     saved = yaml.safe_load(Path("runs/a/config.yaml").read_text())["train"]
     assert (saved["steps"], saved["tokens"]) == (2, None)
     shown = cli.raw("plan", "resume=runs/a", "train.tokens=1e3").out
