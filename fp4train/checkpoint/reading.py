@@ -240,14 +240,10 @@ def read(
         return StoredTensors(folder, read, aliases), state
     except FileNotFoundError as error:
         raise Unusable(f"{Path(str(error.filename)).name} is missing") from error
-    except UnicodeDecodeError as error:
-        raise Unusable(f"{STATE} is damaged (not text)") from error
-    except json.JSONDecodeError as error:
-        raise Unusable(f"{STATE} is damaged (not JSON: {error})") from error
     except OSError as error:
         raise Unusable(in_words(error)) from error
     except (LookupError, TypeError, ValueError, RecursionError, AttributeError) as error:
-        raise Unusable(f"unreadable ({type(error).__name__}: {error})") from error
+        raise Unusable(f"{STATE} is unreadable ({type(error).__name__}: {error})") from error
 
 
 def _file(folder: Folder, name: str, described: Mapping[str, Any], *, verify: bool) -> File:
