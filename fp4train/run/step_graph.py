@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -42,9 +42,6 @@ from fp4train.run.queued import Queued
 from fp4train.run.run import Run
 from fp4train.run.step import EagerSteps, Scaling
 from fp4train.text import first_line
-
-if TYPE_CHECKING:
-    from fp4train.run.run import Run
 
 T = TypeVar("T")
 
