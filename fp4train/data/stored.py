@@ -14,7 +14,7 @@ import os
 import weakref
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
 from functools import lru_cache
@@ -143,13 +143,15 @@ class CheckedFile(IdFile):
             if not np.array_equal(checksums(data), self.sums.read(begin, end - begin)):
                 raise DataError(
                     f"{self.path} was changed after it was written: bytes {begin * BLOCK:,} to "
-                    f"{end * BLOCK:,} are not the text of this run. Start the command again: this "
-                    "part is tokenised anew"
+                    f"{end * BLOCK:,} are not the text of this run"
                 )
-        except DataError:
-            with suppress(OSError):
+        except DataError as error:
+            cure = "Start the command again: this part is tokenised anew"
+            try:
                 self.path.with_suffix(SUSPECT).touch()
-            raise
+            except OSError:
+                cure = "It is another user's: have it removed, or choose another data.cache_dir"
+            raise DataError(f"{error}. {cure}") from error
         offset = first - begin * BLOCK
         if len(data) == size:
             return data

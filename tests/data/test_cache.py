@@ -98,6 +98,23 @@ def test_a_cache_that_is_cut_off_while_it_is_read_is_an_error_and_no_signal(
         read_all(data)
 
 
+def test_who_may_not_write_in_a_damaged_cache_is_sent_to_its_owner(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same command would find the same damage."""
+    data = build(tmp_path)
+    entry(tmp_path).write_bytes(bytes(4 * len(data.train)))
+    with pytest.raises(DataError, match="Start the command again"):
+        read_all(data)
+
+    def refuse(_: Path) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(Path, "touch", refuse)
+    with pytest.raises(DataError, match=r"another user's: .* another data\.cache_dir"):
+        read_all(data)
+
+
 def test_an_entry_that_is_replaced_or_removed_is_read_to_the_end_as_it_was(tmp_path: Path) -> None:
     data = build(tmp_path)
     good = read_all(data)
