@@ -243,7 +243,7 @@ def read(
     except OSError as error:
         raise Unusable(in_words(error)) from error
     except (LookupError, TypeError, ValueError, RecursionError, AttributeError) as error:
-        raise Unusable(f"{STATE} is unreadable ({type(error).__name__}: {error})") from error
+        raise Unusable(f"{STATE} is damaged ({type(error).__name__}: {error})") from error
 
 
 def _file(folder: Folder, name: str, described: Mapping[str, Any], *, verify: bool) -> File:
