@@ -137,6 +137,7 @@ def test_two_scales_are_one_factor_with_and_without_a_cpus_instructions(
     assert differ
 
 
+@pytest.mark.long
 @needs_triton
 def test_sums_with_infinite_products_are_those_of_a_cpu_and_a_bias_is_read_where_it_lies() -> None:
     """Where scales have no normal product, too; finite, infinite and NaN numbers are added to, once

@@ -98,6 +98,7 @@ def test_a_header_that_costs_much_is_refused_at_once(tmp_path: Path, kind: str) 
     assert len(str(refused.value)) < 500
 
 
+@pytest.mark.long
 def test_an_index_of_many_files_is_read_once(tmp_path: Path) -> None:
     """A name per tensor, each in one of many files: no file is compared with each name."""
     places = {f"t{number}": f"{number % 200}.safetensors" for number in range(40_000)}
@@ -128,6 +129,7 @@ def test_a_table_that_costs_much_is_refused_in_one_line(tmp_path: Path, text: by
     assert len(str(refused.value)) < 500 and "set_int_max_str_digits" not in str(refused.value)
 
 
+@pytest.mark.long
 @settings(max_examples=8)
 @given(
     st.recursive(

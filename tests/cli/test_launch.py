@@ -20,17 +20,28 @@ def call(cli: Cli) -> Call:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (
+        pytest.param(
             ["recipe=mxfp8", "recipe.hadamard=true"],
             "'recipe.hadamard': it is one of recipe=averis, ",
+            marks=pytest.mark.long,
         ),
         (["optim.momentum=1"], "unknown key 'optim.momentum': it is one of optim=muon, optim=sgd"),
-        (["data.tokenizer.vocab_size=4"], "it is one of data/tokenizer=bpe"),
+        pytest.param(
+            ["data.tokenizer.vocab_size=4"],
+            "it is one of data/tokenizer=bpe",
+            marks=pytest.mark.long,
+        ),
         (["recipe.hadamrd=true"], "did you mean 'recipe.hadamard'?"),
         (["data.pth=x"], "unknown key 'data.pth'; did you mean 'data.path'? (known: "),
         (["model.num_expert=4"], "did you mean 'model.experts'? (known: "),
-        (["data.tokenizer.nme=x"], "did you mean 'data.tokenizer.name'? (known: "),
-        (["optim.momentumm=1"], "did you mean 'optim.momentum'? (known: "),
+        pytest.param(
+            ["data.tokenizer.nme=x"],
+            "did you mean 'data.tokenizer.name'? (known: ",
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
+            ["optim.momentumm=1"], "did you mean 'optim.momentum'? (known: ", marks=pytest.mark.long
+        ),
         (["model.foo=1"], "unknown key 'model.foo' (known: "),
         (["audit.repeat=1"], "'audit.repeat': steps are no longer computed twice: audit.every=1"),
     ],

@@ -3,9 +3,8 @@
 import contextlib
 import io
 import logging
-import os
 import re
-import subprocess
+import runpy
 import sys
 from functools import cache
 from pathlib import Path
@@ -179,7 +178,11 @@ def test_an_interrupt_before_the_loop_ends_with_128_and_its_signal(
     assert run("formats") == 130
 
 
-def test_the_package_runs_as_a_module() -> None:
-    command = [sys.executable, "-m", "fp4train", "--version"]
-    done = subprocess.run(command, env=dict(os.environ), capture_output=True, text=True, check=True)
-    assert done.stdout == f"fp4train {fp4train.__version__}\n"
+def test_the_package_runs_as_a_module(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["fp4train", "--version"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("fp4train", run_name="__main__", alter_sys=True)
+    assert not ended.value.code
+    assert capsys.readouterr().out == f"fp4train {fp4train.__version__}\n"

@@ -69,7 +69,7 @@ def test_a_mesh_whose_shards_divide_blocks_is_planned_with_a_note(
             "does not fit: 147.0 GiB of 124.8 usable on H200",
             marks=pytest.mark.long,
         ),
-        (("recipe=nvfp4", "optim.moments=bfloat16"), 7.0, None),
+        pytest.param(("recipe=nvfp4", "optim.moments=bfloat16"), 7.0, None, marks=pytest.mark.long),
     ],
 )
 def test_an_8b_llama_does_not_fit_one_h200_with_moments_in_float32(
@@ -138,6 +138,7 @@ B200 = (
 )
 
 
+@pytest.mark.long
 def test_parts_of_layers_are_priced_as_what_runs_them(capsys: pytest.CaptureFixture[str]) -> None:
     """Transformer Engine runs whole layers only."""
     seconds = {}

@@ -24,6 +24,7 @@ def test_a_file_is_an_option_whose_keys_can_be_set_as_those_of_any_other(tmp_pat
     assert composed(f"policy='{path}'").last == 0, "quoted for the shell"
 
 
+@pytest.mark.long
 def test_files_of_one_name_and_of_an_options_name_are_kept_apart(tmp_path: Path) -> None:
     for index, name in enumerate(("a", "b")):
         (tmp_path / name).mkdir()
@@ -57,7 +58,7 @@ def test_a_sweep_takes_files_and_names_together(tmp_path: Path) -> None:
         (None, "there is no such file"),
         ("- a\n- b\n", "must hold keys and values"),
         ("a: [", "cannot be read"),
-        (f"a: {'[' * 2_000}", "cannot be read"),
+        pytest.param(f"a: {'[' * 2_000}", "cannot be read", marks=pytest.mark.long),
         ("#" * 600_000, "600,000 bytes; more than 524,288 are not read as options"),
         ("_target_: os.system\n", "os.system"),
         ("_target_: fp4train.precision.BF16\n", "BF16 cannot stand here"),

@@ -178,7 +178,7 @@ FACTS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("form", ["jsonl", "parquet"])
+@pytest.mark.parametrize("form", ["jsonl", pytest.param("parquet", marks=pytest.mark.long)])
 def test_what_may_say_beside_messages_which_are_learned_is_refused_until_it_is_ignored(
     tmp_path: Path, form: str
 ) -> None:

@@ -157,6 +157,7 @@ def table() -> Mapping[tuple[str, str], Pair]:
         }
 
 
+@pytest.mark.long
 def test_what_transformers_renders_is_learned(table: Mapping[tuple[str, str], Pair]) -> None:
     """At least 97 of 100: the others are `REFUSED`, each with its reason."""
     rendered = {key: pair for key, pair in table.items() if pair.text is not None}
@@ -173,6 +174,7 @@ def test_what_transformers_renders_is_learned(table: Mapping[tuple[str, str], Pa
     assert len(rendered) >= 432 and len(learned) >= 420 / 432 * len(rendered)
 
 
+@pytest.mark.long
 def test_what_transformers_refuses_is_refused_in_its_words(
     table: Mapping[tuple[str, str], Pair],
 ) -> None:
@@ -182,6 +184,7 @@ def test_what_transformers_refuses_is_refused_in_its_words(
         assert isinstance(reason, str) and "refuses it: " in reason
 
 
+@pytest.mark.long
 def test_marked_answers_are_those_of_transformers(table: Mapping[tuple[str, str], Pair]) -> None:
     marked = {key: pair for key, pair in table.items() if pair.marks}
     assert len({template for template, _ in marked}) >= 12
@@ -190,6 +193,7 @@ def test_marked_answers_are_those_of_transformers(table: Mapping[tuple[str, str]
         assert [span for span in pair.marks if span[0] < span[1]] == [*pair.learned.answers], key
 
 
+@pytest.mark.long
 def test_answers_that_are_found_are_those_that_a_second_template_marks(
     table: Mapping[tuple[str, str], Pair],
 ) -> None:
@@ -212,6 +216,7 @@ def test_answers_that_are_found_are_those_that_a_second_template_marks(
     assert compared >= 65
 
 
+@pytest.mark.long
 def test_every_answer_is_learned_whole(table: Mapping[tuple[str, str], Pair]) -> None:
     for key, pair in table.items():
         if not isinstance(pair.learned, Conversation):
@@ -227,6 +232,7 @@ def test_every_answer_is_learned_whole(table: Mapping[tuple[str, str], Pair]) ->
                 assert not words or words not in text, key
 
 
+@pytest.mark.long
 def test_each_answer_can_be_left_out_alone(table: Mapping[tuple[str, str], Pair]) -> None:
     for key, pair in table.items():
         if not isinstance(pair.learned, Conversation):

@@ -55,9 +55,7 @@ CLEAN = {
 SHORT = (
     "replicas",
     "tensor, whole tokens",
-    "stages",
     "shards, fused scales",
-    "tensor, fused scales",
 )
 SILENT_TOO = (
     "replicas",
@@ -144,6 +142,7 @@ def test_a_clean_run_whose_cut_layers_are_sharded_too_has_no_fault(
     assert len(audits) == 2 and all(len(entry["gemms"]) >= 2 for entry in audits)
 
 
+@pytest.mark.long
 def test_a_replica_that_drifts_is_found_with_its_tensor(ranks: Ranks) -> None:
     mesh = ("parallel.dp_replicate=2", "audit.every=0", "audit.action=stop")
     ended = ranks(2, "run.name=a", *AUDITED, *mesh, "audit.sums=1", patch=DRIFTS)
@@ -178,6 +177,7 @@ WeightGather._make = make
 """
 
 
+@pytest.mark.long
 def test_bf16_on_the_wire_is_found_and_named(ranks: Ranks) -> None:
     ranks(2, "run.name=a", *AUDITED, "parallel.dp_shard=2", "train.steps=4", patch=ROUNDED)
     faults = events(ranks.folder / "runs/a", "audit fault")
@@ -220,7 +220,12 @@ if rank:
     ("mesh", "patch", "words"),
     [
         (("parallel.dp_shard=2",), NO_WEIGHT, "another rank could not take the weight"),
-        ((*CUT, "model.layers=1"), NOT_AS_SENT, "another rank that has a part of it saw no call"),
+        pytest.param(
+            (*CUT, "model.layers=1"),
+            NOT_AS_SENT,
+            "another rank that has a part of it saw no call",
+            marks=pytest.mark.long,
+        ),
     ],
     ids=["before the weight is gathered", "before calls are exchanged"],
 )
@@ -240,6 +245,7 @@ if rank:
 """
 
 
+@pytest.mark.long
 def test_the_end_of_a_run_names_what_other_ranks_left_out(ranks: Ranks) -> None:
     ended = ranks(2, "run.name=a", *AUDITED, "parallel.dp_replicate=2", patch=FAILS_IN_BACKWARD)
     assert not any(ended.codes)
@@ -282,7 +288,11 @@ Ranks.sum_rows = lambda self, x: rows(self, x * self.rank)
             "something else than the sum of the terms of all ranks",
             marks=pytest.mark.long,
         ),
-        (LEFT_OUT, "something else than the sum of the terms of all ranks"),
+        pytest.param(
+            LEFT_OUT,
+            "something else than the sum of the terms of all ranks",
+            marks=pytest.mark.long,
+        ),
     ],
     ids=["amax", "place", "BF16", "left out"],
 )
@@ -303,6 +313,7 @@ GatherAmaxes.join_fused = join_fused
 """
 
 
+@pytest.mark.long
 def test_amaxes_of_fused_weights_that_ranks_do_not_join_are_found_and_named(ranks: Ranks) -> None:
     mesh = ("parallel.dp_shard=2", FUSED)
     ranks(2, "run.name=a", *AUDITED, *mesh, "model.layers=1", patch=NOT_FUSED)

@@ -21,17 +21,26 @@ Ranks = Any
     ("arguments", "said"),
     [
         (["parallel.dp_shard=3"], "parallel.dp_shard=3 is 3 ranks, and this run has 2"),
-        (["parallel.dp_replicate=3"], "parallel.dp_replicate=3 does not divide the 2 ranks"),
+        pytest.param(
+            ["parallel.dp_replicate=3"],
+            "parallel.dp_replicate=3 does not divide the 2 ranks",
+            marks=pytest.mark.long,
+        ),
         (["train.batch_size=3"], "train.batch_size=3 is not divisible by 2 data ranks"),
-        (
+        pytest.param(
             ["train.microbatch=4"],
             "train.batch_size=4 is not divisible by 2 data ranks × train.microbatch=4",
+            marks=pytest.mark.long,
         ),
         (
             ["run.seed={rank}"],
             "the ranks do not run the same thing: run.seed is 0 on rank 0 and 1 on rank 1",
         ),
-        (["run.dir=runs/a{rank}"], "run.dir is runs/a0 on rank 0 and runs/a1 on rank 1"),
+        pytest.param(
+            ["run.dir=runs/a{rank}"],
+            "run.dir is runs/a0 on rank 0 and runs/a1 on rank 1",
+            marks=pytest.mark.long,
+        ),
         (
             ["parallel.cp=2"],
             "unknown key 'parallel.cp': context parallelism cuts the attention of a sequence "
@@ -87,11 +96,12 @@ def test_another_version_of_a_plugin_on_a_rank_is_refused(ranks: Ranks) -> None:
 @pytest.mark.parametrize(
     ("patch", "said"),
     [
-        (
+        pytest.param(
             "import fp4train.run.host as h\nreal = h.package_version\n"
             "h.package_version = lambda name: f'{real(name)}.{rank}' if name == 'triton' "
             "else real(name)",
             "the version of triton is ",
+            marks=pytest.mark.long,
         ),
         (
             "import fp4train.parallel.agree as a\nreal = a.own_files\n"
@@ -119,6 +129,7 @@ def test_a_run_directory_that_is_not_shared_is_refused(ranks: Ranks) -> None:
     assert said.startswith("rank 1: runs/a is not the directory that rank 0 trains in")
 
 
+@pytest.mark.long
 def test_two_jobs_in_one_directory(ranks: Ranks) -> None:
     patch = (
         "import fcntl, os\nos.makedirs('runs/a', exist_ok=True)\nf = open('runs/a/.lock', 'w')\n"

@@ -38,7 +38,8 @@ def test_two_ranks_round_moments_of_bf16_as_two_microbatches_do(ranks: Ranks) ->
     ranks.same(ranks.reference("train.microbatch=2", *options), "two")
 
 
-@pytest.mark.parametrize("cut", ["dp_shard", pytest.param("dp_replicate", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("cut", ["dp_shard", "dp_replicate"])
 def test_two_ranks_descend_and_resume_as_two_microbatches_do(ranks: Ranks, cut: str) -> None:
     """Of SGD, whose means of gradients go to one rank after half of the steps."""
     options = ("recipe=bf16", "optim=sgd", "optim.lr=0.02")

@@ -29,7 +29,7 @@ SEVEN_SEQUENCES = (
             )
             for batch in (2, 16)
         ],
-        (2, ("parallel.dp_shard=2",)),
+        pytest.param(2, ("parallel.dp_shard=2",), marks=pytest.mark.long),
         pytest.param(2, ("parallel.tp=2",), marks=pytest.mark.long),
         pytest.param(2, ("parallel.pp=2", "train.microbatch=4"), marks=pytest.mark.long),
         pytest.param(4, ("parallel.dp_shard=4",), marks=pytest.mark.long),

@@ -49,7 +49,8 @@ for sequence in (True,) if compiled else (False, True):
 """
 
 
-@pytest.mark.parametrize("blocks", ["eager", pytest.param("compiled", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("blocks", ["eager", "compiled"])
 def test_queries_and_keys_are_normalised_over_the_heads_of_all_ranks(
     ranks: Ranks, blocks: str
 ) -> None:

@@ -46,7 +46,9 @@ def mine(ranks: Ranks) -> None:
     (ranks.folder / "mine/ranklab.py").write_text(LAB)
 
 
-@pytest.mark.parametrize(("moment", "saved"), [("after_step", 2), ("close", 4)])
+@pytest.mark.parametrize(
+    ("moment", "saved"), [("after_step", 2), pytest.param("close", 4, marks=pytest.mark.long)]
+)
 def test_a_hook_that_raises_on_one_rank_ends_both_with_the_state_saved(
     ranks: Ranks, mine: None, moment: str, saved: int
 ) -> None:

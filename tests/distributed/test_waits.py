@@ -168,7 +168,8 @@ askRANK is there, the rank STOPPED once.
 """
 
 
-@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.long), 1])
+@pytest.mark.long
+@pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_is_stopped_is_named_while_the_others_wait(ranks: Ranks, rank: int) -> None:
     """Rank 0 keeps the store: where it is stopped, nothing in there answers. Who goes on costs
     nothing, and names nobody.

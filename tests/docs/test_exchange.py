@@ -72,6 +72,7 @@ def called(words: list[str], text: Path) -> None:
     assert ended.value.code == 0
 
 
+@pytest.mark.long
 def test_the_commands_and_the_python_of_the_page_run(
     text: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -75,6 +75,7 @@ def test_the_page_says_which_gpu_multiplies_what(names: str, cells: list[str]) -
             assert said == (native if table.quantised and native else chosen), (name, capability)
 
 
+@pytest.mark.long
 def test_the_keys_of_the_page_are_keys_of_a_run() -> None:
     switches = [re.findall(r"`([^`]+)`", row[0])[0] for row in rows("key | what it does")]
     assert len(switches) > 4

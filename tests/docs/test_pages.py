@@ -152,6 +152,7 @@ def test_the_table_of_a_family_names_the_six_methods_that_a_model_may_have() -> 
     assert len(methods) == 6
 
 
+@pytest.mark.long
 def test_own_classes_train_and_resume(mine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every option that plugins.md shows, by the commands that it shows; the class is imported by
     each anew.

@@ -33,6 +33,7 @@ def ended(*words: str) -> object:
     return raised.value.code
 
 
+@pytest.mark.long
 def test_commands_of_the_page_run(working_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipes, recipe, paper, train, rank = commands("recipes.md")
     for words in (recipes, recipe, paper):

@@ -120,6 +120,7 @@ def cure(folder: Path, place: Path) -> None:
     (place / "config.json").write_text('{"model_type": "llama"}')
 
 
+@pytest.mark.long
 def test_text_is_scored_after_the_end_of_a_document_also_by_a_run_with_a_mask(
     finished: FinishedRuns, lm_eval: object, tmp_path: Path
 ) -> None:

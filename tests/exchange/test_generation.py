@@ -132,6 +132,7 @@ def shares(sampling: Sampling, logits: list[float]) -> list[float]:
     return [round(float((found == token).float().mean()), 1) for token in range(len(logits))]
 
 
+@pytest.mark.long
 def test_tokens_are_chosen_with_their_probabilities() -> None:
     logits = torch.tensor([0.1, 0.6, 0.3]).log().tolist()
     assert shares(Sampling(), logits) == [0.1, 0.6, 0.3]

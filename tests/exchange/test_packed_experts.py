@@ -136,6 +136,7 @@ def test_compressed_tensors_dequantises_every_expert_to_our_bits(
     )
 
 
+@pytest.mark.long
 def test_the_biases_that_routers_choose_by_keep_every_bit(
     exported: Callable[..., tuple[Path, Path]],
 ) -> None:
@@ -249,6 +250,7 @@ def test_routers_and_experts_in_high_precision_are_listed_by_the_names_that_vllm
     } < names
 
 
+@pytest.mark.long
 def test_gate_and_up_of_an_expert_are_not_quantised_again(
     finished: FinishedRuns, command: Command, tmp_path: Path
 ) -> None:

@@ -106,6 +106,7 @@ def test_a_plan_that_divides_what_serving_software_fuses_is_said(
     assert verify(tmp_path / "a", run).equal
 
 
+@pytest.mark.long
 def test_another_stretch_can_be_named(finished: FinishedRuns, tmp_path: Path) -> None:
     run = finished(
         "recipe=nvfp4",

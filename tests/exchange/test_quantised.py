@@ -120,6 +120,7 @@ def test_biases_norms_of_heads_and_a_head_of_its_own_stay_in_high_precision(
         assert torch.equal(wanted, theirs[module].to(torch.bfloat16)), name
 
 
+@pytest.mark.long
 def test_what_a_hybrid_keeps_is_loaded_by_the_names_that_transformers_gives_it(
     finished: FinishedRuns, served: Served, tmp_path: Path
 ) -> None:
@@ -144,6 +145,7 @@ def test_what_a_hybrid_keeps_is_loaded_by_the_names_that_transformers_gives_it(
     assert torch.equal(theirs, own["blocks.6.mixer.up"].bfloat16())
 
 
+@pytest.mark.long
 def test_fp8_blocks_are_those_of_serving_software(
     finished: FinishedRuns, served: Served, tmp_path: Path
 ) -> None:
@@ -214,6 +216,7 @@ def test_modelopts_own_quantiser_gives_the_same_bytes(
         assert torch.equal(found[f"{module}.weight_scale_2"], double.reshape(())), layer
 
 
+@pytest.mark.long
 def test_modelopt_reads_our_square_blocks(
     finished: FinishedRuns, modelopt: ModuleType, tmp_path: Path
 ) -> None:
@@ -233,6 +236,7 @@ def test_modelopt_reads_our_square_blocks(
         assert torch.equal(back.bfloat16(), wanted.dequantize().bfloat16()), layer
 
 
+@pytest.mark.long
 def test_modelopts_mxfp8_is_ours(
     finished: FinishedRuns, modelopt: ModuleType, tmp_path: Path
 ) -> None:
@@ -249,6 +253,7 @@ def test_modelopts_mxfp8_is_ours(
         assert torch.equal(found[f"{module}.weight_scale"], scales), layer
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("recipe", long_but(["fp8_row"], ["fp8_current", "fp8_row"]))
 def test_modelopt_decodes_our_fp8(
     finished: FinishedRuns, modelopt: ModuleType, tmp_path: Path, recipe: str
@@ -275,6 +280,7 @@ def test_modelopt_decodes_our_fp8(
     assert verify(tmp_path / "a", run).equal
 
 
+@pytest.mark.long
 def test_codes_in_several_files_are_those_of_one(finished: FinishedRuns, tmp_path: Path) -> None:
     run = finished(*SHORT, "recipe=nvfp4")
     for name, shard in (("one", 10**9), ("many", 10_000)):
@@ -339,6 +345,7 @@ def test_an_export_says_what_serving_software_does_not_do_to_activations(
     assert not any("as it is" in note for note in made.notes)
 
 
+@pytest.mark.long
 def test_a_layer_whose_input_is_zero_has_the_scale_that_the_export_states(
     finished: FinishedRuns, cli: Cli, tmp_path: Path
 ) -> None:
@@ -381,22 +388,29 @@ def test_a_card_names_transformers_where_it_loads_the_codes(
             r"quantised no weight of fprop in its \d steps \(BF16\).*to=hf",
         ),
         (("recipe=fp8_delayed",), "modelopt", "the weight takes its scale from a history"),
-        (
+        pytest.param(
             ("recipe=tetrajet_v2",),
             "compressed-tensors",
             "the weight is e2m1 in blocks .* under FP32 1×128",
+            marks=pytest.mark.long,
         ),
-        (
+        pytest.param(
             ("recipe=tetrajet_v2_outliers", "recipe.outliers.multiple=8"),
             "modelopt",
             "outlier channels are quantised apart",
+            marks=pytest.mark.long,
         ),
         (
             ("recipe=fp8_block",),
             "modelopt",
             "ModelOpt's folders have no FP8 128×128.*; to=compressed-tensors has it",
         ),
-        (("recipe=mxfp4", "recipe.hadamard=false"), "modelopt", "ModelOpt's folders have no MXFP4"),
+        pytest.param(
+            ("recipe=mxfp4", "recipe.hadamard=false"),
+            "modelopt",
+            "ModelOpt's folders have no MXFP4",
+            marks=pytest.mark.long,
+        ),
         (
             ("recipe=nvfp4", "model.width=40"),
             "modelopt",

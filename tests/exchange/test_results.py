@@ -46,6 +46,7 @@ def test_nothing_else_of_the_run_changes(run: Path) -> None:
     ]
 
 
+@pytest.mark.long
 def test_a_run_goes_on_after_an_evaluation_as_without(cli: Cli, small_run: Path) -> None:
     runs = [Path(shutil.copytree(small_run, name)) for name in ("evaluated", "other")]
     record(load_trained(runs[0]), SCORES)

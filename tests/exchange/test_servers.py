@@ -59,6 +59,7 @@ def test_compressed_tensors_own_classes_read_every_configuration() -> None:
         assert (scheme.input_activations is None) == (each.compressed[2] is None)
 
 
+@pytest.mark.long
 def test_the_names_of_modelopts_algorithms_are_its_own() -> None:
     import warnings
 

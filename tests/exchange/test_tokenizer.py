@@ -65,6 +65,7 @@ def test_transformers_gives_the_token_ids_of_the_run(
     )
 
 
+@pytest.mark.long
 def test_a_token_that_begins_documents_is_trained_exported_and_scored_alike(
     finished: FinishedRuns, command: Command, tmp_path: Path
 ) -> None:

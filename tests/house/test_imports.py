@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 STAGES = {
@@ -35,6 +37,7 @@ print(json.dumps(found))
 """
 
 
+@pytest.mark.long
 def test_importing_a_module_loads_nothing_that_a_user_may_lack_or_not_want() -> None:
     command = [sys.executable, "-c", PROGRAM, json.dumps(list(STAGES))]
     run = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)

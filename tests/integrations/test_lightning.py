@@ -85,7 +85,7 @@ def train(
     [
         ("nvfp4", 1),
         pytest.param("nvfp4", 2, marks=pytest.mark.long),
-        ("fp8_delayed", 2),
+        pytest.param("fp8_delayed", 2, marks=pytest.mark.long),
     ],
 )
 def test_it_trains_and_resumes_as_a_plain_loop_does(
@@ -98,6 +98,7 @@ def test_it_trains_and_resumes_as_a_plain_loop_does(
     assert again.losses == wanted[STEPS // 2 * accumulate :] and same(again.model, expected)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("recipe", long_but(("nvfp4",), ("nvfp4", "mxfp8", "fp8_delayed")))
 def test_a_validation_of_lightnings_average_is_that_of_its_weights_and_leaves_training_alone(
     recipe: str,

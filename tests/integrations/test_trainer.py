@@ -149,6 +149,7 @@ def test_weights_that_the_trainer_leaves_out_of_a_resume_are_named_and_the_fix_r
     assert same(resumed.model, whole.model)
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
 def test_a_base_model_under_adapters_may_be_loaded_in_another_dtype_and_not_be_another(
     tmp_path: Path,
@@ -168,6 +169,7 @@ def test_a_base_model_under_adapters_may_be_loaded_in_another_dtype_and_not_be_a
         train(tmp_path / "other", model=other, resume=checkpoint)
 
 
+@pytest.mark.long
 def test_their_switch_for_checkpointing_changes_no_bit_and_stays_json(
     whole: Any, tmp_path: Path
 ) -> None:

@@ -305,6 +305,7 @@ print("equal")
     assert run.stdout.strip() == "equal", run.stdout + run.stderr
 
 
+@pytest.mark.long
 @needs_triton
 def test_fp8_per_tensor_and_row_are_decoded_after_the_triton_kernels_in_the_interpreter() -> None:
     """Backward decodes what forward kept: A100s emulate FP8, and there is no decoding kernel for

@@ -261,6 +261,7 @@ def test_a_thread_of_adamw_reads_16_bytes_at_a_time_and_draws_for_eight_weights_
     assert len(re.findall(r"\bmul\.wide\.u32", ptx)) <= 2 * 10 * 2 + 2
 
 
+@pytest.mark.long
 def test_contiguous_input_is_read_16_bytes_at_a_time() -> None:
     (launch,) = launches_of(lambda: TritonQuantizer(MXFP8).values(_x()))
     ptx = compile_launch(launch, 90).asm["ptx"]

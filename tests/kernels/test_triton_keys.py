@@ -20,6 +20,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from lengths import long_but
 from pretended import Machine
 from torch import Tensor
 
@@ -368,7 +369,20 @@ def outcome(case: Case, kept: Any, tensors: dict[str, Tensor], ran: list[Ran]) -
     return list(ran)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name",
+    long_but(
+        (
+            "nvfp4 codes",
+            "amax of rows",
+            "both forms, nvfp4",
+            "both forms, fp8 delayed",
+            "a step of adamw",
+            "product, added after cuBLAS",
+        ),
+        CASES,
+    ),
+)
 def test_what_was_launched_before_changes_no_launch(name: str) -> None:
     """Neither its kernel, its grid, nor a number that it is given."""
     case = CASES[name]

@@ -126,11 +126,13 @@ print(count)
 """
 
 NAMED = """
-for number, spec in enumerate(PIECES.values()):
+numbers = [number for number in range(len(PIECES)) if bool(number % 5) is {others}]
+for number in numbers:
+    spec = list(PIECES.values())[number]
     kind = KINDS[2 * number % len(KINDS)]
     shape = (40, 272) if number % 2 else (35, 140)
     compare(spec, kind, ("rows", "columns")[number % 2], torch.bfloat16, *shape, number)
-print(len(PIECES))
+print(*numbers)
 """
 
 POWERS_OF_TWO = """
@@ -159,7 +161,13 @@ print("equal")
 
 
 @needs_triton
-@pytest.mark.parametrize("cases", [POWERS_OF_TWO, SMALL_ELEMENTS], ids=["roundings", "elements"])
+@pytest.mark.parametrize(
+    "cases",
+    [
+        pytest.param(POWERS_OF_TWO, id="roundings", marks=pytest.mark.long),
+        pytest.param(SMALL_ELEMENTS, id="elements"),
+    ],
+)
 def test_scales_have_the_bits_of_the_reference_in_the_interpreter(cases: str) -> None:
     """All roundings to powers of two with and without macro-blocks; elements far below 1."""
     run = interpreted("-c", CASES + cases)
@@ -178,10 +186,14 @@ def test_scales_of_a_plugin_that_round_in_their_own_way_have_no_kernel() -> None
 
 
 @needs_triton
-def test_each_piece_has_the_bits_of_the_reference_in_the_interpreter() -> None:
-    """Codes, scales, amaxes, values and decoded values, of x or of a transposed view."""
-    run = interpreted("-c", CASES + NAMED)
-    assert run.stdout.strip() == str(len(PIECES)), run.stdout + run.stderr
+@pytest.mark.parametrize("others", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_each_piece_has_the_bits_of_the_reference_in_the_interpreter(others: bool) -> None:
+    """Codes, scales, amaxes, values and decoded values, of x or of a transposed view; of each fifth
+    piece, and of the others.
+    """
+    run = interpreted("-c", CASES + NAMED.replace("{others}", str(others)))
+    numbers = [number for number in range(len(PIECES)) if bool(number % 5) is others]
+    assert run.stdout.split() == [str(number) for number in numbers], run.stdout + run.stderr
 
 
 @pytest.mark.long

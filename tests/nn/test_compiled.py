@@ -27,6 +27,7 @@ from fp4train.precision import (
 pytestmark = MARKS
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.long)])
 def test_a_whole_model_is_one_graph_with_the_bits_of_eager_mode_in_every_recipe(
     backend: str,
@@ -86,6 +87,7 @@ def test_blocks_that_are_alike_share_a_graph() -> None:
     assert graphs() == 2, "one for quantised blocks, one for the block that the policy keeps"
 
 
+@pytest.mark.long
 def test_a_mixer_that_other_code_watches_is_called_in_a_compiled_block() -> None:
     model = llama()
     block = model.blocks[0]  # type: ignore[index]
@@ -112,6 +114,7 @@ def test_calls_without_a_step_count_as_in_eager_mode(recipe: Recipe) -> None:
     assert all(same(a, b) for a, b in zip(*results, strict=True))
 
 
+@pytest.mark.long
 def test_autocast_entered_inside_of_the_compiled_function_breaks_the_graph_and_not_the_numbers() -> (
     None
 ):

@@ -95,6 +95,7 @@ def test_nothing_is_remembered_of_a_tensor_that_the_compiler_may_write_into(
     assert float((ours - expected).norm() / expected.norm()) < 0.1
 
 
+@pytest.mark.long
 def test_codes_are_freed_by_backward_and_contexts_with_their_calls() -> None:
     model = f4.convert(pair())
     x = torch.randn(64, 16)

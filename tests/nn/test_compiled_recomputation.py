@@ -112,6 +112,7 @@ def test_recomputation_without_the_context_is_refused_as_in_eager_mode(reentrant
         y.sum().backward()  # type: ignore[union-attr]
 
 
+@pytest.mark.long
 def test_one_context_serves_several_forward_and_backward_passes_of_a_recomputing_graph() -> None:
     model = f4.convert(pair())
     compiled = torch.compile(Checkpointed(model), backend="aot_eager")

@@ -127,6 +127,7 @@ def test_every_bit_is_that_of_a_linear_layer(recipe: Recipe) -> None:
         )
 
 
+@pytest.mark.long
 @needs_graphs
 def test_copies_pickles_and_compiled_models_keep_the_bits() -> None:
     model = f4.convert(pair()[0])

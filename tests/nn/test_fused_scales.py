@@ -159,6 +159,7 @@ def test_a_layer_that_is_copied_without_its_partner_says_so() -> None:
         layer(torch.ones(16, 64))
 
 
+@pytest.mark.long
 @needs_graphs
 def test_compiled_layers_share_the_scale_too() -> None:
     recipe = NVFP4(fused_scales=True)

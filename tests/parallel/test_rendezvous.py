@@ -39,6 +39,7 @@ def test_all_ranks_of_a_round_have_its_name_and_those_of_the_next_another(connec
     assert len(set.union(*names)) == 3
 
 
+@pytest.mark.long
 def test_a_round_waits_for_a_rank_whose_word_of_the_last_round_is_there(connect: Connect) -> None:
     met(rounds(connect, 2))
     lead, late = rounds(connect, 2)
@@ -65,7 +66,7 @@ def test_a_rank_that_comes_again_is_waited_for_under_another_name(connect: Conne
     assert name != first_name
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.long)])
 def test_ranks_that_do_not_come_are_named(connect: Connect, size: int) -> None:
     *_, last = rounds(connect, size)
     with pytest.raises(DistStoreError):

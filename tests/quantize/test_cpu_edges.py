@@ -118,6 +118,7 @@ def test_an_amax_from_elsewhere_is_used() -> None:
         )
 
 
+@pytest.mark.long
 def test_narrow_stochastic_rows_share_strips_and_keep_their_own_random_bits() -> None:
     for spec in (replace(spec, rounding="stochastic") for spec in (NVFP4, MXFP8, UE5M3, OUTER)):
         for cols in (32, 96, 128, 384, 544, 992):
@@ -126,6 +127,7 @@ def test_narrow_stochastic_rows_share_strips_and_keep_their_own_random_bits() ->
                 assert_equals_reference(x, spec, *every_machine(threads=2))
 
 
+@pytest.mark.long
 def test_large_outputs_that_bypass_the_caches_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "STREAM_BYTES", 0)
     for dtype in (torch.bfloat16, torch.float32):

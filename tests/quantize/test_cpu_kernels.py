@@ -28,6 +28,7 @@ from cpu_kernels import (
 )
 from golden import load_golden
 from hypothesis import given, settings, strategies as st
+from lengths import long_but
 
 from fp4train.formats import ELEMENT_FORMATS, ElementFormat
 from fp4train.kernels import cpu as kernels
@@ -206,31 +207,35 @@ def hadamards(rounding: str) -> st.SearchStrategy[Hadamard | None]:
     return st.sampled_from((None, Hadamard(), *signed, *larger, *drawn))
 
 
-@settings(max_examples=400, derandomize=True)
-@given(
-    spec=specs(),
-    rows=st.sampled_from((1, 2, 15, 16, 17, 40, 130)),
-    cols=st.sampled_from((1, 2, 16, 31, 32, 48, 130, 256, 257, 520)),
-    dtype=st.sampled_from((torch.bfloat16, torch.bfloat16, torch.float32, torch.float16)),
-    values=st.sampled_from(VALUES),
-    layout=st.sampled_from(LAYOUTS),
-    isa=st.sampled_from(kernels.instruction_sets()),
-    threads=st.sampled_from((1, 2, 3)),
-    seed=st.integers(0, 99),
-)
-def test_kernels_equal_the_reference(
-    spec: QuantSpec,
-    rows: int,
-    cols: int,
-    dtype: torch.dtype,
-    values: str,
-    layout: str,
-    isa: str,
-    threads: int,
-    seed: int,
-) -> None:
-    x = draw_layout(layout, draw_values(values, rows, cols, seed).to(dtype))
-    assert_equals_reference(x, spec, Machine(instruction_set=isa, threads=threads))
+@pytest.mark.parametrize("examples", long_but((100,), (100, 400)))
+def test_kernels_equal_the_reference(examples: int) -> None:
+    @settings(max_examples=examples, derandomize=True)
+    @given(
+        spec=specs(),
+        rows=st.sampled_from((1, 2, 15, 16, 17, 40, 130)),
+        cols=st.sampled_from((1, 2, 16, 31, 32, 48, 130, 256, 257, 520)),
+        dtype=st.sampled_from((torch.bfloat16, torch.bfloat16, torch.float32, torch.float16)),
+        values=st.sampled_from(VALUES),
+        layout=st.sampled_from(LAYOUTS),
+        isa=st.sampled_from(kernels.instruction_sets()),
+        threads=st.sampled_from((1, 2, 3)),
+        seed=st.integers(0, 99),
+    )
+    def draws(
+        spec: QuantSpec,
+        rows: int,
+        cols: int,
+        dtype: torch.dtype,
+        values: str,
+        layout: str,
+        isa: str,
+        threads: int,
+        seed: int,
+    ) -> None:
+        x = draw_layout(layout, draw_values(values, rows, cols, seed).to(dtype))
+        assert_equals_reference(x, spec, Machine(instruction_set=isa, threads=threads))
+
+    draws()
 
 
 @pytest.mark.parametrize("first", INEXACT, ids=str)

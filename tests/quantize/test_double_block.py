@@ -125,6 +125,7 @@ def test_it_has_kernels_no_counterpart_in_te_and_no_layout_of_torch() -> None:
         quantize(torch.ones(16, 128), SPEC, amax=torch.ones(1))
 
 
+@pytest.mark.long
 def test_aligned_operands_are_those_that_the_forward_pass_multiplied() -> None:
     """w of dgrad is, on average over its random bits and signs, w of fprop; unaligned it is the
     weight itself.

@@ -44,7 +44,7 @@ SPECS = (
 )
 
 
-@pytest.mark.parametrize("spec", long_but(SPECS[::2], SPECS), ids=str)
+@pytest.mark.parametrize("spec", long_but(SPECS[::4], SPECS), ids=str)
 def test_kernels_equal_the_reference(spec: QuantSpec) -> None:
     """All kinds of values in both orders in memory, of a tile and more; and odd sizes."""
     for number, kind in enumerate(VALUES):

@@ -123,7 +123,10 @@ def test_a_choice_of_grids_has_no_larger_error_than_either_and_the_published_ord
 
 @pytest.mark.parametrize(
     "spec",
-    [replace(HIF4, rounding="stochastic"), replace(IF4, rounding="stochastic", guard=16 / 17)],
+    [
+        replace(HIF4, rounding="stochastic"),
+        pytest.param(replace(IF4, rounding="stochastic", guard=16 / 17), marks=pytest.mark.long),
+    ],
     ids=["hif4", "if4"],
 )
 def test_stochastic_rounding_is_unbiased_where_nothing_is_clipped(spec: QuantSpec) -> None:

@@ -40,6 +40,7 @@ def test_train_threads_is_the_number_of_threads_of_the_run_and_of_no_later_one(
     )
 
 
+@pytest.mark.long
 def test_a_resume_with_other_threads_says_so_and_how_to_keep_them(cli: Cli) -> None:
     assert cli("run.name=a", "train.steps=2", "train.threads=1", *STEADY).code == 0
     same = cli.raw("resume=runs/a", "train.steps=3")

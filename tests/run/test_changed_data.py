@@ -56,6 +56,7 @@ def test_a_run_below_the_folder_of_its_data_is_no_part_of_it(cli: Cli) -> None:
     assert cli.raw("resume=runs/a", "train.steps=3").code == 0
 
 
+@pytest.mark.long
 def test_a_run_whose_token_file_changes_ends_saved(cli: Cli, before: Before) -> None:
     (np.arange(8000) % 50).astype(np.uint16).tofile("ids.bin")
     good = Path("ids.bin").read_bytes()

@@ -40,6 +40,7 @@ def chat(tmp_path: Path) -> tuple[str, ...]:
     return (*WORDS, f"data.path={path}", f"data.cache_dir={tmp_path / 'cache'}")
 
 
+@pytest.mark.long
 def test_the_loss_of_a_step_is_that_of_its_answers_for_any_microbatches(
     cli: Cli, chat: tuple[str, ...]
 ) -> None:
@@ -52,6 +53,7 @@ def test_the_loss_of_a_step_is_that_of_its_answers_for_any_microbatches(
         assert cut[step][:2] == pytest.approx(whole[step][:2], rel=2e-5)
 
 
+@pytest.mark.long
 def test_the_validation_loss_is_that_of_all_held_out_answers_whatever_the_batch(
     cli: Cli, chat: tuple[str, ...]
 ) -> None:

@@ -133,12 +133,12 @@ def test_a_hook_hears_of_each_moment_in_turn_and_adds_to_what_is_logged(cli: Cli
 @pytest.mark.parametrize(
     ("moment", "saved"),
     [
-        ("before_step", 3),
+        pytest.param("before_step", 3, marks=pytest.mark.long),
         ("around_step", 3),
         ("left_step", 3),
         ("after_step", 3),
         ("on_numbers", 2),
-        ("after_evaluation", 2),
+        pytest.param("after_evaluation", 2, marks=pytest.mark.long),
         ("on_save", 2),
         ("close", 4),
     ],

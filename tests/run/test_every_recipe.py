@@ -56,6 +56,7 @@ def test_the_loss_falls_in_recipes_of_every_part_and_a_run_resumes_to_the_bit(
     assert all(torch.equal(ended_with[name], resumed_to[name]) for name in ended_with)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("sketched")
 def test_one_ranking_takes_every_recipe(cli: Cli) -> None:
     cli.trained("run.name=a", "checkpoint.every=3")

@@ -10,6 +10,7 @@ from command_line import Before, Cli, losses
 from covering import COVERING
 from families import BEYOND_LLAMA, tiny_run, tiny_shape
 from hf_folders import write_evo2
+from lengths import long_but
 
 from fp4train.precision import find_layers
 from fp4train.run.record.directory import read_config
@@ -71,6 +72,7 @@ def test_weight_decay_spares_the_filters_of_convolutions(
     assert {decays[id(p)] for p in run.model.parameters()} == {0.0, 0.1}
 
 
+@pytest.mark.long
 def test_a_run_whose_filters_had_weight_decay_is_not_resumed_in_silence(
     cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -134,7 +136,7 @@ def test_the_plan_lists_all_weights_of_a_family(cli: Cli, family: str) -> None:
     )
 
 
-@pytest.mark.parametrize("family", BEYOND_LLAMA)
+@pytest.mark.parametrize("family", long_but(("moe", "hyena"), BEYOND_LLAMA))
 def test_a_run_measures_its_utilisation_by_the_flop_of_its_plan(
     cli: Cli, before: Before, family: str
 ) -> None:
@@ -148,6 +150,7 @@ def test_a_run_measures_its_utilisation_by_the_flop_of_its_plan(
     assert 6 * seen[0] == stretch["flops_per_token"]
 
 
+@pytest.mark.long
 def test_a_folder_with_evo_2_s_names_needs_no_tokenizer(cli: Cli) -> None:
     """Its ids are bytes, and what an FP8 recipe kept beside the weights is passed over."""
     write_evo2(Path("evo2"))

@@ -72,6 +72,7 @@ def test_the_plan_says_which_kernels_run_and_why(cli: Cli, monkeypatch: pytest.M
     assert "The loss runs in liger's kernels (train.kernels=auto)." in compiled
 
 
+@pytest.mark.long
 def test_torchs_kernels_leave_the_sum_of_gradients_to_autograd(
     cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -95,6 +96,7 @@ def test_torchs_kernels_leave_the_sum_of_gradients_to_autograd(
     assert found[0] == found[1]
 
 
+@pytest.mark.long
 def test_the_plan_says_which_norms_gates_and_rotations_c_kernels_make_and_why_not_others(
     cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:

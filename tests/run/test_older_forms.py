@@ -78,6 +78,7 @@ def test_a_resume_refuses_it_and_changes_nothing(
     assert everything(run) == before
 
 
+@pytest.mark.long
 def test_a_run_that_replaces_it_begins_anew(cli: Cli) -> None:
     run = cli.trained(*OPTIONS)
     without_checksums("history.jsonl")(run)

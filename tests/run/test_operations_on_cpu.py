@@ -87,7 +87,7 @@ OF_TWO_LAYERS = of_passes(5, 2, 4)
     [
         *((recipe, {}) for recipe in (NVFP4(), FP8Current(), BF16(), FP32())),
         *((NVFP4(), {key: True}) for key in ("recompute", "qk_norm", "qkv_bias")),
-        (BF16(), {"recompute": True}),
+        pytest.param(BF16(), {"recompute": True}, marks=pytest.mark.long),
     ],
     ids=str,
 )

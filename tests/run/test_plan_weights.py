@@ -79,6 +79,7 @@ def test_weights_that_could_be_multiplied_are_no_norms_and_experts_count_by_thos
     assert (biases.parameters, biases.active, biases.why) == (6 * 8, 3 * 8, "added to products")
 
 
+@pytest.mark.long
 def test_the_command_lists_the_groups_as_text_and_as_data(cli: Cli) -> None:
     words = ("plan", "model=moe_tiny", "recipe=nvfp4")
     groups = [WeightGroup(**each) for each in json.loads(cli(*words, "--json").out)["weights"]]

@@ -78,6 +78,7 @@ def test_what_its_parts_say_of_themselves_is_heard(cli: Cli, before: Before) -> 
     assert planned["stretches"][0]["flops_per_token"] == 6 * run.multiplied
 
 
+@pytest.mark.long
 def test_it_goes_to_a_folder_and_comes_back_in_every_bit(cli: Cli) -> None:
     assert cli("run.name=a", *FAMILY, "recipe=bf16", "train.steps=2").code == 0
     assert cli.raw("export", *OWN, "runs/a", "to=hf", "out=hf").code == 0

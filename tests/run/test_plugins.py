@@ -174,6 +174,7 @@ def test_a_saved_run_needs_its_plugins_named_again(cli: Cli, command: list[str])
     assert not imported() and sorted(losses("runs/a")) == [1, 2]
 
 
+@pytest.mark.long
 def test_swapping_a_run_with_a_plugin_names_it_too(cli: Cli, stop_at: StopAt) -> None:
     stop_at(1)
     assert (

@@ -44,7 +44,9 @@ def test_a_trace_names_steps_layers_products_and_formats_and_changes_no_bit(cli:
 @pytest.mark.parametrize(
     ("words", "names"),
     [
-        (["recipe=averis"], ["blocks.0.mlp.up wgrad E2M1xE2M1 emulate"]),
+        pytest.param(
+            ["recipe=averis"], ["blocks.0.mlp.up wgrad E2M1xE2M1 emulate"], marks=pytest.mark.long
+        ),
         (tiny_run("moe"), ["blocks.1.mlp.gate_up wgrad E2M1xE2M1 emulate"]),
         pytest.param(
             ["model.recompute=true", "audit.every=1"],
@@ -64,6 +66,7 @@ def test_each_kind_of_layer_has_spans(cli: Cli, words: list[str], names: list[st
     assert losses("runs/a") == losses("runs/b")
 
 
+@pytest.mark.long
 def test_a_run_that_ends_early_writes_what_it_saw_and_a_later_one_nothing(cli: Cli) -> None:
     words = ("recipe=bf16", "phases=none", "train.steps=2")
     assert cli("run.name=a", "profile.steps=[2,3]", *words).code == 0

@@ -149,6 +149,7 @@ def test_a_run_killed_before_its_first_checkpoint_starts_again(cli: Cli, stop_at
     assert sorted(losses("runs/a")) == list(range(1, 7))
 
 
+@pytest.mark.long
 def test_a_run_from_before_an_option_existed_has_its_default(cli: Cli, stop_at: StopAt) -> None:
     cli.trained("run.name=whole", "checkpoint.every=2")
     stop_at(5)
@@ -235,6 +236,7 @@ def loss_scales() -> list[float | None]:
     return [values[3] for values in losses("runs/a").values()]
 
 
+@pytest.mark.long
 def test_a_loss_scale_begins_anew_where_a_run_is_continued_past_its_cooldown(cli: Cli) -> None:
     """The steps before have another recipe in the longer run than the one that they ran in."""
     cooldown = ("phases=cooldown_bf16", "phases.cooldown.start=2")
@@ -344,7 +346,13 @@ def test_data_may_move(cli: Cli, tmp_path: Path) -> None:
     assert cli("resume=runs/a", "train.steps=2", f"data.path={cli.text}").code == 0
 
 
-@pytest.mark.parametrize("word", ["phases.cooldown=null", "~phases.cooldown", "phases=none"])
+@pytest.mark.parametrize(
+    "word",
+    long_but(
+        ("~phases.cooldown", "phases=none"),
+        ("phases.cooldown=null", "~phases.cooldown", "phases=none"),
+    ),
+)
 def test_a_run_goes_on_without_a_phase_that_is_left_out(cli: Cli, word: str) -> None:
     late = ("phases=cooldown_bf16", "phases.cooldown.start=3")
     cli.trained("run.name=a", "train.steps=2", "schedule=constant", "schedule.warmup=0", *late)

@@ -71,7 +71,7 @@ def test_the_graphs_of_a_compiled_familys_blocks_compute_what_eager_blocks_do(
         assert ours == pytest.approx(eager, rel=1e-5)
 
 
-@pytest.mark.parametrize("recipe", ["nvfp4", "fp8_delayed"])
+@pytest.mark.parametrize("recipe", ["nvfp4", pytest.param("fp8_delayed", marks=pytest.mark.long)])
 def test_measuring_errors_changes_nothing_of_a_run(cli: Cli, recipe: str) -> None:
     for name, every in (("a", 0), ("b", 1)):
         words = (f"recipe={recipe}", f"eval.errors_every={every}", "train.steps=4")
@@ -235,6 +235,7 @@ def test_formats_and_help_and_version_are_printed(cli: Cli) -> None:
     assert cli.raw("--version").out == "fp4train 0.1.0\n"
 
 
+@pytest.mark.long
 def test_hydras_own_flags_work(cli: Cli, tmp_path: Path) -> None:
     shown = yaml.safe_load(cli.raw("--cfg", "job", "train.steps=3").out)
     assert (
@@ -286,6 +287,7 @@ def test_a_sweep_goes_on_after_a_job_that_fails_and_ends_with_a_table(cli: Cli) 
     assert rows[3][2] == f"{losses(rows[3][-1])[2][0]:.4f}"
 
 
+@pytest.mark.long
 def test_the_points_of_a_sweep_leave_no_trace_in_each_other(cli: Cli) -> None:
     sweep = ("-m", "run.name=x", "recipe=nvfp4,bf16", "train.microbatch=2", "train.steps=2")
     assert cli(*sweep).code == 0

@@ -54,6 +54,7 @@ def test_a_run_whose_rows_end_is_saved(cli: Cli) -> None:
     assert [path.name for path in Path("runs/a/checkpoints").iterdir()]
 
 
+@pytest.mark.long
 def test_other_data_has_no_place_in_its_checkpoints(cli: Cli) -> None:
     assert cli("train.steps=1", "run.name=a").code == 0
     (saved,) = Path("runs/a/checkpoints").glob("*/state.json")

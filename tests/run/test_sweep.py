@@ -51,6 +51,7 @@ def test_the_sweep_of_an_experiment_can_be_left_out() -> None:
     assert len(points_of(command)) == 10
 
 
+@pytest.mark.long
 def test_the_runs_of_a_sweep_share_a_group(cli: Cli) -> None:
     tracked = ("track=wandb", "track.mode=offline")
     assert (

@@ -147,11 +147,12 @@ def test_the_teacher_changes_no_initial_weight(cli: Cli, teacher: Path) -> None:
             "runs/teacher: runs/teacher/checkpoints has no checkpoint of step 7; it has 30",
         ),
         (("distillation.temperature=0",), "distillation.temperature=0"),
-        (("distillation.ce=-1",), "distillation.ce=-1"),
+        pytest.param(("distillation.ce=-1",), "distillation.ce=-1", marks=pytest.mark.long),
         (("model.vocab_multiple=512",), "both need the same vocabulary"),
-        (
+        pytest.param(
             ("data/tokenizer=bpe", "data.tokenizer.vocab_size=300"),
             "its tokenizer is another than the run's",
+            marks=pytest.mark.long,
         ),
     ],
 )

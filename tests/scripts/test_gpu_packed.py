@@ -51,7 +51,7 @@ def test_packed_kernels_are_found_for_the_capability_they_are_for(
     ("changed", "words"),
     [
         ({"program": "python-of-nobody"}, "python-of-nobody is not there"),
-        ({"python": "3.99"}, f"is Python {PYTHON}"),
+        pytest.param({"python": "3.99"}, f"is Python {PYTHON}", marks=pytest.mark.long),
         ({"triton": "1.2.3"}, f"has Triton {triton.__version__}"),
     ],
 )

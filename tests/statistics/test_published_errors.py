@@ -199,7 +199,7 @@ def eden_mean(x: torch.Tensor, spec: QuantSpec, draws: int) -> tuple[torch.Tenso
     return total / draws, error
 
 
-@pytest.mark.parametrize("outliers", [False, True])
+@pytest.mark.parametrize("outliers", [pytest.param(False, marks=pytest.mark.long), True])
 def test_ms_eden_is_unbiased_over_transforms_and_without_its_correction_is_not(
     outliers: bool,
 ) -> None:

@@ -17,6 +17,7 @@ import pytest
 import torch
 from command_line import PATIENCE
 from forked import forked
+from lengths import long_but
 from limits import set_limit
 
 import fp4train.track.metrics as metrics
@@ -135,14 +136,15 @@ def test_a_torn_last_line_is_read_over_and_repaired(path: Path, tail: bytes) -> 
     assert path.read_bytes().startswith(whole + b'{"step": 3, "crc"')
 
 
+@pytest.mark.parametrize("bit", long_but((0, 5), range(8)))
 def test_no_flipped_bit_changes_a_number_in_silence(
-    path: Path, caplog: pytest.LogCaptureFixture
+    path: Path, caplog: pytest.LogCaptureFixture, bit: int
 ) -> None:
     whole = written(path, 1, 2, 3)
     good = read_metrics(path)
-    for bit in range(8 * len(whole)):
+    for at in range(len(whole)):
         damaged = bytearray(whole)
-        damaged[bit // 8] ^= 1 << bit % 8
+        damaged[at] ^= 1 << bit
         path.write_bytes(damaged)
         caplog.clear()
         try:
@@ -150,7 +152,7 @@ def test_no_flipped_bit_changes_a_number_in_silence(
         except UserError as error:
             assert "line " in str(error)
         else:
-            assert found in (good[:1], good[:2]), f"bit {bit}: {bytes(damaged)!r}"
+            assert found in (good[:1], good[:2]), f"byte {at}: {bytes(damaged)!r}"
             assert "the last one, is damaged" in caplog.text or damaged[-1:] != b"\n", (
                 "a torn end needs no word"
             )

@@ -173,6 +173,7 @@ def test_a_resume_opens_the_run_of_wandbs_own_variables_without_them(
     assert again._run.tags == ("c",)
 
 
+@pytest.mark.long
 def test_an_unreachable_server_leaves_the_run_offline(
     tmp_path: Path,
     wandb_at: Callable[[str | None], None],
@@ -242,6 +243,7 @@ def test_a_server_that_refuses_the_run_leaves_it_offline_also_when_resumed(
     )
 
 
+@pytest.mark.long
 def test_what_wandb_was_told_in_its_own_settings_is_no_warning(
     tmp_path: Path,
     wandb_at: Callable[[str | None], None],

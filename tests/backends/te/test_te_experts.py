@@ -28,6 +28,7 @@ SPLITS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("recipe", SPLITS)
 def test_outputs_and_gradients_are_those_of_each_expert(report: Any, recipe: str) -> None:
     """With an expert without tokens, odd counts, rows after them, biases; dw of microbatches is

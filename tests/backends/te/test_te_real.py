@@ -15,6 +15,7 @@ if (availability.version() or ()) < (2, 19):
 PROGRAM = pathlib.Path(__file__).with_name("te_on_cpu.py")
 
 
+@pytest.mark.long
 def test_tes_linear_on_tes_reference_equals_emulation_to_the_bit(report: Any) -> None:
     """y, dx, dw of te.Linear with the pure-torch NVFP4 reference, in BF16; one layer switches
     through the recipes.
@@ -23,11 +24,13 @@ def test_tes_linear_on_tes_reference_equals_emulation_to_the_bit(report: Any) ->
         assert equal == [True] * 3, switches
 
 
+@pytest.mark.long
 def test_our_factory_builds_what_tes_own_recipes_build(report: Any) -> None:
     assert len(report["same_as_native"]) == 6
     assert all(report["same_as_native"].values()), report["same_as_native"]
 
 
+@pytest.mark.long
 def test_row_scaled_activations_keep_the_transform_for_wgrad(report: Any) -> None:
     built = report["row scaled"]
     assert built["row"]["row_scaled_nvfp4"]

@@ -45,6 +45,7 @@ def whole_run(steps: int = 60) -> list[dict[str, Any]]:
     return lines
 
 
+@pytest.mark.long
 def test_a_whole_run_is_drawn_with_its_recipes_and_what_happened(tmp_path: Path) -> None:
     lines = whole_run()
     lines += [{"step": 2, "event": "audit", "layer": "head"}, {"step": 6, "event": "audit fault"}]
@@ -91,19 +92,21 @@ def test_in_a_column_of_a_paper_curves_keep_their_room_and_the_band_of_seeds_a_n
 @pytest.mark.parametrize(
     "lines",
     [
-        [{"step": 0, "train/loss": 5.5}],
+        pytest.param([{"step": 0, "train/loss": 5.5}], marks=pytest.mark.long),
         [
             {"step": 1, "train/loss": 5.5},
             {"step": 2, "train/loss": math.nan},
             {"step": 3, "train/loss": math.inf},
         ],
-        [{"step": s, "train/loss": math.nan} for s in (1, 2)],
+        pytest.param([{"step": s, "train/loss": math.nan} for s in (1, 2)], marks=pytest.mark.long),
         [{"step": s, "train/loss": 0.0, "train/grad_norm": 0.0} for s in (1, 2, 3)],
         [
             {"step": s, "train/loss": 2.0, "val/loss": math.nan, "precision/recipe": "$r_{" * 20}
             for s in (1, 2, 3)
         ],
-        [{"step": 5, "event": "resume"}, {"step": 6, "train/loss": 2.0}],
+        pytest.param(
+            [{"step": 5, "event": "resume"}, {"step": 6, "train/loss": 2.0}], marks=pytest.mark.long
+        ),
     ],
     ids=["step zero", "diverged", "nan from the start", "zeros", "long name", "events first"],
 )

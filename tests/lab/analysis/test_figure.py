@@ -57,6 +57,7 @@ def test_no_words_leave_a_picture_or_lie_on_a_panel_however_wide_it_is(
     assert all(axes.get_window_extent().height > 0.8 * figure.dpi for axes in figure.axes)
 
 
+@pytest.mark.long
 def test_several_files_have_the_same_picture(tmp_path: Path) -> None:
     paths = [tmp_path / "a.png", tmp_path / "b" / "c.png"]
     save(drawing(2), PICTURE, *paths)

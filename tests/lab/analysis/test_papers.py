@@ -20,6 +20,7 @@ def command(*words: object) -> int:
     return ended.value.code
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("pictures")
 def test_a_comparison_is_written_in_the_width_that_is_asked_for(
     small_run: Path, tmp_path: Path

@@ -73,6 +73,7 @@ def test_405b_on_1024_ranks_holds_396_million_parameters_each() -> None:
     assert memory.host == 12 * memory.parameters
 
 
+@pytest.mark.long
 def test_parameters_of_the_published_shapes() -> None:
     assert [round(measured(name, BF16(), H100).parameters / 1e9, 1) for name in SHAPES] == [
         8.0,
@@ -317,6 +318,7 @@ def test_embedding_and_head_count_in_what_is_sent() -> None:
     assert sent["gradient reduction"] == pytest.approx(7 / 8 * 4 * load.parameters)
 
 
+@pytest.mark.long
 def test_the_ranks_of_a_pipeline_hold_the_blocks_that_a_run_gives_them() -> None:
     """405B on 16 stages: one block less on the first and the last, as arXiv:2407.21783, section
     3.3.2, has it.

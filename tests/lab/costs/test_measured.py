@@ -61,6 +61,7 @@ def test_measured_steps_are_met_within_5_percent_but_one_and_memory_is_not_under
     assert [line for line in lines if line not in document] == []
 
 
+@pytest.mark.long
 def test_the_page_has_the_steps_of_an_h100_which_emulates_formats_of_four_bits(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

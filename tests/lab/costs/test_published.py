@@ -189,6 +189,7 @@ def test_the_document_says_what_the_model_computes(speeds: dict[str, float]) -> 
 EAGER = [name for name, point in POINTS.items() if not point.compiled]
 
 
+@pytest.mark.long
 def test_the_speed_of_eager_operators_is_the_least_squares_of_the_eager_points(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -214,7 +215,12 @@ def test_the_speed_of_eager_operators_is_the_least_squares_of_the_eager_points(
 
 
 @pytest.mark.parametrize(
-    ("model", "speed", "printed"), [("405B", 328, 827), ("405B", 1440, 3653), ("70B", 7296, 3253)]
+    ("model", "speed", "printed"),
+    [
+        pytest.param("405B", 328, 827, marks=pytest.mark.long),
+        ("405B", 1440, 3653),
+        ("70B", 7296, 3253),
+    ],
 )
 def test_flops_agree_with_those_megatron_bridge_prints(
     model: str, speed: float, printed: float

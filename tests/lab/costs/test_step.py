@@ -88,6 +88,7 @@ def test_the_parts_of_a_step_are_those_of_an_independent_count(
         assert found == pytest.approx(list(counts), rel=0.24)
 
 
+@pytest.mark.long
 def test_the_table_prices_the_kernels_that_run_and_names_them(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -122,6 +123,7 @@ def test_the_table_prices_the_kernels_that_run_and_names_them(
     }
 
 
+@pytest.mark.long
 def test_ligers_kernels_move_what_is_stated_of_them_in_a_block() -> None:
     """Two norms, one gate, and rotated queries and keys; compiled blocks are the compiler's."""
     gpu = find_gpu("B200")

@@ -191,6 +191,7 @@ def test_the_number_of_forks_that_is_said_is_enough_in_nine_of_ten_cases(
     assert (fewer == right).mean() < 0.9, "and not many more than that"
 
 
+@pytest.mark.long
 def test_a_gap_of_a_margin_needs_more_forks_than_anybody_makes() -> None:
     assert rounds_needed(1.0, 0.2, 1, BOUND) is None
     assert rounds_needed(0.0, 20.0, 1, BOUND) is None

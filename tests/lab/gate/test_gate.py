@@ -111,6 +111,7 @@ def test_the_exit_code_is_that_of_the_verdict(
         )
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("sketched")
 def test_a_report_shows_the_answers_of_gates(cli: Cli, here: str, pretend: Pretend) -> None:
     pretend(0.001)
@@ -148,6 +149,7 @@ def test_asking_again_measures_nothing_and_a_verdict_stands(
     assert again.out.partition("WITHIN")[2] == first.out.partition("WITHIN")[2]
 
 
+@pytest.mark.long
 def test_forks_that_are_added_go_on_with_the_same_sequence(
     cli: Cli, run: str, pretend: Pretend
 ) -> None:
@@ -161,6 +163,7 @@ def test_forks_that_are_added_go_on_with_the_same_sequence(
     assert in_pieces["pairs_at_verdict"] == whole["pairs_at_verdict"]
 
 
+@pytest.mark.long
 def test_another_margin_on_the_same_forks_is_recorded_and_said(
     cli: Cli, run: str, pretend: Pretend
 ) -> None:
@@ -220,6 +223,7 @@ def test_one_or_two_forks_say_what_their_gap_needs_not_what_no_gap_needs(
     assert re.search(r"\+0.030\d\d +beyond +2\d", again.out)
 
 
+@pytest.mark.long
 def test_forks_without_any_scatter_are_measured_as_such(
     cli: Cli, run: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -304,6 +308,7 @@ def test_a_question_that_cannot_be_answered_is_refused_with_a_code_of_its_own(
     assert not made and not Path("found").exists()
 
 
+@pytest.mark.long
 def test_runs_without_checkpoints_or_of_different_models_are_refused(
     cli: Cli, here: str, pretend: Pretend
 ) -> None:
@@ -330,6 +335,7 @@ def test_policy_and_keys_belong_to_the_recipe_that_is_tested(
     assert math.isclose(saved()["gap"], 0.001, abs_tol=1e-9) or saved()["gap"] == 0
 
 
+@pytest.mark.long
 def test_another_folder_does_not_begin_with_another_bound(
     cli: Cli, run: str, pretend: Pretend
 ) -> None:

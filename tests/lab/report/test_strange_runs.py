@@ -53,6 +53,7 @@ def test_names_and_values_of_other_people_are_text(tmp_path: Path) -> None:
     assert page.text.count(HOSTILE) > 5, "it is shown as it is"
 
 
+@pytest.mark.long
 def test_characters_that_cannot_be_seen_or_encoded_are_escaped(tmp_path: Path) -> None:
     run = write_run(tmp_path / "a\u202eb\x1b[31m\udcff", recipe="x\u2066y\u0000z")
     write_ranking(run, "c\u0001d\ud800")

@@ -113,6 +113,7 @@ def test_the_cost_of_keeping_experts_is_that_of_the_ones_a_token_is_routed_to(
     assert sum(shares.values()) <= 1 + 1e-9
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("sketched")
 def test_the_loss_of_balance_weighs_the_same_whatever_the_loss_scale_of_the_run(
     experts: Path,
@@ -129,6 +130,7 @@ def test_the_loss_of_balance_weighs_the_same_whatever_the_loss_scale_of_the_run(
     assert norms[0] == norms[1]
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("sketched")
 def test_recipes_are_ranked_on_dna(cli: Cli) -> None:
     draw = random.Random(0)

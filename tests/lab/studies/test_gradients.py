@@ -131,6 +131,7 @@ def test_delayed_scales_begin_each_pass_with_what_an_earlier_one_has_seen(traine
     assert all(not state for state in subject.run.scaling().values())
 
 
+@pytest.mark.long
 def test_a_recipe_has_its_initial_loss_scale_or_the_largest_one_whose_gradients_are_finite(
     trained: Path,
 ) -> None:

@@ -62,6 +62,7 @@ def said(outcome: Outcome) -> str:
     return outcome.out
 
 
+@pytest.mark.long
 def test_forks_are_evaluated_on_each_held_out_sequence_once(cli: Cli) -> None:
     """Seven sequences of 32 tokens, fewer than a batch of eight."""
     held_out = ("data.val=225", "train.batch_size=8", "eval.batches=1")
@@ -93,6 +94,7 @@ def test_a_ranking_is_a_table_a_file_and_a_picture(cli: Cli, trained: Path) -> N
     assert numbers(Path("second")) == found
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("pretend")
 def test_a_checkpoint_from_the_end_of_a_cooldown_is_a_warning(cli: Cli) -> None:
     cli.trained("run.name=a", "train.steps=30", "checkpoint.every=6", "schedule.warmup=0")
@@ -144,6 +146,7 @@ def test_a_process_that_is_killed_ends_the_ranking_with_a_reason(
     assert outcome.code == 1 and "a process of the ranking ended (signal 9)" in outcome.message
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("sketched")
 def test_the_same_command_measures_nothing_and_more_forks_go_on(
     cli: Cli, trained: Path, pretend: list[tuple[str, int]]
@@ -186,6 +189,7 @@ def test_fewer_candidates_of_the_same_record_buy_no_significance(
     assert "look 1 at this record" in shown and len(rows(shown)) == 2
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("sketched")
 def test_candidates_that_are_added_are_further_looks_that_ask_for_more_and_other_references_are_none(
     cli: Cli, trained: Path, pretend: list[tuple[str, int]]

@@ -50,6 +50,7 @@ def test_a_fresh_model_is_the_one_that_the_run_began_with(trained: Path) -> None
     )
 
 
+@pytest.mark.long
 def test_it_can_be_put_back_if_its_optimizer_was_asked_for(trained: Path) -> None:
     subject = subject_of(trained, optimizer=True)
     before = {name: tensor.clone() for name, tensor in subject.run.model.state_dict().items()}

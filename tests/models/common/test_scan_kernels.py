@@ -215,6 +215,7 @@ def test_it_is_said_once_what_computes_and_why_torch_does(
     assert scans_of(layer()) == ["scans by torch: mamba-ssm is not installed"]
 
 
+@pytest.mark.long
 def test_a_compiled_layer_calls_them_too(installed: Installed) -> None:
     made = layer()
     x = torch.randn(2, TIME, 24, generator=torch.Generator().manual_seed(1))
@@ -235,6 +236,7 @@ def test_deterministic_algorithms_leave_the_scan_to_torch(installed: Installed) 
     assert installed.calls == []
 
 
+@pytest.mark.long
 def test_a_run_says_so_and_its_projections_stay_with_the_recipe(
     cli: Cli, installed: Installed
 ) -> None:

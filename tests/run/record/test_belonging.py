@@ -84,7 +84,9 @@ def swapped(cli: Cli, stop_at: StopAt) -> Path:
     return Path("runs/a/history.jsonl")
 
 
-@pytest.mark.parametrize("lines", [0, 1], ids=["all of it", "its last line"])
+@pytest.mark.parametrize(
+    "lines", [pytest.param(0, marks=pytest.mark.long), 1], ids=["all of it", "its last line"]
+)
 def test_swaps_that_a_journal_has_lost_are_written_anew(
     cli: Cli, stop_at: StopAt, lines: int
 ) -> None:
@@ -156,6 +158,7 @@ def test_a_damaged_line_of_the_metrics_does_not_block_a_resume(cli: Cli, stop_at
     assert sorted(losses("runs/a")) == [1, 3, 4, 5, 6]
 
 
+@pytest.mark.long
 def test_metrics_are_not_erased_where_checkpoints_are_gone(cli: Cli) -> None:
     cli.trained("run.name=a", "checkpoint.every=2", *STEADY)
     before = Path("runs/a/metrics.jsonl").read_bytes()

@@ -78,6 +78,7 @@ def test_verbs_that_send_nothing_ask_for_paths_alone(
     assert ended.code == 0, ended.err
 
 
+@pytest.mark.long
 def test_the_id_of_somebody_elses_charts_is_not_taken_over(
     cli: Cli, foreign: Path, sent: list[WandbTracking]
 ) -> None:

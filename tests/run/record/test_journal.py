@@ -72,6 +72,7 @@ def test_resumes_without_a_change_do_not_cut_the_past(cli: Cli, stop_at: StopAt)
     assert ran("runs/a") == [(0, 6, "NVFP4")]
 
 
+@pytest.mark.long
 def test_a_branch_takes_the_past_of_its_run_along(cli: Cli) -> None:
     assert cli("run.name=a", "train.steps=4", "checkpoint.every=2", *STEADY).code == 0
     before = Path("runs/a/history.jsonl").read_bytes()
@@ -115,6 +116,7 @@ def test_a_checkpoint_that_is_not_kept_cannot_be_chosen(cli: Cli) -> None:
     assert "did you mean 'resume_step'" in cli("resume=runs/a", "resume.step=2").message
 
 
+@pytest.mark.long
 def test_extending_a_cooled_run_says_what_the_rate_does_and_what_is_kept(cli: Cli) -> None:
     assert cli("run.name=a", "train.steps=10", "checkpoint.every=4").code == 0
     finished = cli("resume=runs/a").out
@@ -133,6 +135,7 @@ def test_extending_a_cooled_run_says_what_the_rate_does_and_what_is_kept(cli: Cl
     assert "goes up" not in whole.err
 
 
+@pytest.mark.long
 def test_weights_of_another_run_begin_a_new_one(cli: Cli) -> None:
     assert cli("run.name=a", "train.steps=6", "checkpoint.every=3", "optim.lr=0.01").code == 0
     before = {p: p.read_bytes() for p in Path("runs/a").rglob("*") if p.is_file()}

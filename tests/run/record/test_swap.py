@@ -180,7 +180,10 @@ def test_a_request_to_a_run_that_stands_waits_for_its_resume(cli: Cli, stop_at: 
 
 @pytest.mark.parametrize(
     "words",
-    [("--config-dir", "mine", "recipe=house"), ("recipe=mine/recipe/house.yaml",)],
+    [
+        pytest.param(("--config-dir", "mine", "recipe=house"), marks=pytest.mark.long),
+        ("recipe=mine/recipe/house.yaml",),
+    ],
     ids=["folder", "file"],
 )
 def test_a_swap_takes_a_recipe_of_the_users_own(
@@ -195,6 +198,7 @@ def test_a_swap_takes_a_recipe_of_the_users_own(
     assert [v[-1] for v in losses("runs/a").values()] == ["NVFP4"] * 3 + ["MXFP8(element=hybrid)"]
 
 
+@pytest.mark.long
 def test_a_point_of_a_sweep_is_swapped_and_resumed_by_its_name(cli: Cli) -> None:
     """Such a name holds "=", as overrides do."""
     assert cli("-m", "optim.lr=0.001,0.002", "train.steps=2", *STEADY).code == 0
@@ -275,6 +279,7 @@ def test_a_run_that_has_lost_its_history_does_not_say_that_nothing_was_swapped(c
     )
 
 
+@pytest.mark.long
 def test_recorded_recipes_that_are_refused_are_told_with_the_commit_that_takes_them(
     cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:

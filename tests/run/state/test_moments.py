@@ -79,6 +79,7 @@ def test_what_an_optimizer_counts_goes_on_in_a_resume(cli: Cli, beside: str) -> 
     assert all(torch.equal(first.tensors[name], second.tensors[name]) for name in first.tensors)
 
 
+@pytest.mark.long
 def test_constants_of_an_optimizer_that_counts_may_change(cli: Cli) -> None:
     """What it did not change itself is the command's."""
     assert cli(*COUNTING, *SHORT, "run.name=a").code == 0

@@ -39,6 +39,7 @@ def test_free_memory_is_the_least_of_the_machines_and_of_the_containers(tmp_path
     assert host.free_memory(unlimited) == 2 * GIB
 
 
+@pytest.mark.long
 def test_an_audit_without_main_memory_is_said_once_and_changes_no_bit(
     cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -44,8 +44,10 @@ def held(*options: str) -> Arguments:
     "arguments",
     [
         held("train.microbatch=2"),
-        recipe("averis", "model.recompute=true", "train.microbatch=2"),
-        recipe("chon"),
+        pytest.param(
+            recipe("averis", "model.recompute=true", "train.microbatch=2"), marks=pytest.mark.long
+        ),
+        pytest.param(recipe("chon"), marks=pytest.mark.long),
         pytest.param(
             recipe("tetrajet_v2_outliers", *tiny_run("moe"), "train.microbatch=2", *OUTLIERS),
             marks=pytest.mark.long,
@@ -125,8 +127,8 @@ SUM = "the layer returns something else than the sum of its products"
             marks=pytest.mark.long,
         ),
         (recipe("averis"), terms_doubled, SUM),
-        (recipe("chon"), residuals_doubled, SUM),
-        (recipe("chon"), terms_left_out, SUM),
+        pytest.param(recipe("chon"), residuals_doubled, SUM, marks=pytest.mark.long),
+        pytest.param(recipe("chon"), terms_left_out, SUM, marks=pytest.mark.long),
     ],
     ids=["scales that are not held", "other means", "no means", "terms", "residuals", "no terms"],
 )

@@ -3,6 +3,7 @@
 import sys
 from pathlib import Path
 
+import pytest
 from command_line import Cli, events
 
 LAB = """
@@ -42,6 +43,7 @@ class Depth(Llama):
 """
 
 
+@pytest.mark.long
 def test_rates_by_layer_updates_now_and_then_and_skipped_blocks_are_no_faults(cli: Cli) -> None:
     model = "_target_: depthlab.Depth\nwidth: 32\nlayers: 2\nheads: 2\nkv_heads: 1\nhidden: 64\n"
     optim = "_target_: depthlab.Layerwise\n"

@@ -208,6 +208,7 @@ def test_milestones_are_kept_at_growing_distance(cli: Cli) -> None:
     assert newest == 20 and 1 <= 20 - young < 4 <= 20 - old < 16
 
 
+@pytest.mark.long
 def test_a_resumed_run_knows_that_its_newest_checkpoint_is_ruined(cli: Cli, poison: Poison) -> None:
     poison(12)
     assert cli("run.name=a", *RUN).code == 3
