@@ -9,7 +9,7 @@ with f4.autocast(NVFP4(), policy=LayerPolicy(last=0.15)):    # nesting overrides
 loss.backward()                                              # outside, as with Transformer Engine
 """
 
-from fp4train.audit import audit
+from fp4train.audits.loop import audit
 from fp4train.nn import convert
 from fp4train.nn.conversion import report as conversion
 from fp4train.precision import autocast

@@ -57,6 +57,10 @@ class Companion:
         """A context of the passes and the update of a step in `recipe`."""
         return nullcontext()
 
+    def around_hook(self, run: Any) -> AbstractContextManager[object]:
+        """A context in which a hook hears of a moment, and may write weights."""
+        return nullcontext()
+
     def after_step(self, run: Any, step: Any) -> None:
         """A step is queued (`run.queued.Step`), and nobody has waited for it: its numbers are not
         known. `run.step` does not count it yet.

@@ -10,7 +10,7 @@ import random
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +26,7 @@ from fp4train.data.stream import Rows
 from fp4train.hardware import Device
 from fp4train.nn.planned import PlannedLayer
 from fp4train.nn.weights import PreparedWeights
+from fp4train.optim import Constants
 from fp4train.precision.layer_plan import resolve
 from fp4train.run import step as run_step
 from fp4train.run.step import EagerSteps
@@ -311,6 +312,24 @@ def _clip_at_twice(original: Callable[..., Any]) -> Callable[..., Any]:
     return clip
 
 
+def _twice(original: Callable[..., Any]) -> Callable[..., Any]:
+    def step_unless(*arguments: Any) -> None:
+        original(*arguments)
+        original(*arguments)
+
+    return step_unless
+
+
+def _embedding_spared() -> AbstractContextManager[Any]:
+    original = Constants.groups
+
+    def groups(optim: Any, parameters: Iterable[Any], spared: Any = ()) -> Any:
+        embedding, *others = parameters
+        return original(optim, (embedding, *others), {*spared, embedding})
+
+    return mock.patch.object(Constants, "groups", groups)
+
+
 def _kept_gradients() -> AbstractContextManager[Any]:
     return mock.patch.object(torch.optim.Optimizer, "zero_grad", lambda *_, **options: None)
 
@@ -328,6 +347,8 @@ UPDATE_FAULTS: dict[str, tuple[Plant, str]] = {
     "another rate in the kernel": (option("lr", lambda rate: 1.5 * rate), UPDATE),
     "no bias correction": (_instead(5, lambda count: count + 1000), UPDATE),
     "a second moment that stays": (_instead(3, Tensor.clone), UPDATE),
+    "every update twice": (_step("step_unless", _twice), UPDATE),
+    "no weight decay of the embedding": (_embedding_spared, UPDATE),
     "a weight never updated": (lambda: _kernel(_without_first), "did not change it"),
     "no clipping": (_step("clip", lambda _: lambda *arguments, **options: None), GRADIENT),
     "clipping at twice the norm": (_step("clip", _clip_at_twice), GRADIENT),

@@ -16,7 +16,7 @@ from typing import Annotated, Any, get_origin, get_type_hints
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from fp4train.audit.settings import AuditSettings
+from fp4train.audits.settings import AuditSettings
 from fp4train.backends import CHOICES
 from fp4train.checkpoint.source import WeightSource
 from fp4train.companion import Companion

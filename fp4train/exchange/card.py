@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fp4train import __version__
-from fp4train.audit.fault import AUDIT, AUDIT_FAULT
+from fp4train.audits.fault import AUDIT, AUDIT_FAULT
 from fp4train.exchange.stored import StoredModel
 from fp4train.files import Folder
 from fp4train.run.record.inbox import EVALUATION

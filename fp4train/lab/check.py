@@ -12,9 +12,9 @@ from collections.abc import Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-from fp4train.audit.fault import Audited, Fault
-from fp4train.audit.observe import Observer
-from fp4train.audit.start import check_plan
+from fp4train.audits.fault import Audited, Fault
+from fp4train.audits.observe import Observer
+from fp4train.audits.start import check_plan
 from fp4train.lab.studies import Subject
 from fp4train.nn.planned import PlannedLayer
 from fp4train.run.bits import seed_model

@@ -134,7 +134,7 @@ class PlannedLayer(nn.Module):
         """Whether prepared forms of the weight are kept: not where the weight itself is freed."""
         self.observer: Callable[[Executor], Executor] | None = None
         """Function that gives the executor of the coming call another one to run, which computes
-        the same and is watched (`fp4train.audit`); None: nobody watches.
+        the same and is watched (`fp4train.audits`); None: nobody watches.
         """
         self._sums: GradientSum = None
         self._was_in_context = False

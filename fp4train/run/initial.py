@@ -120,13 +120,12 @@ def open_source(
 
 
 def _advice(source: Path) -> str:
-    """What to do about a folder that is not there: the folder beside it with a similar name, or the
-    hub's command.
+    """What to do about a folder that is not there: the one beside it with weights and a similar name,
+    or the hub's command.
     """
-    if source.parent.is_dir():
-        beside = [str(path) for path in source.parent.iterdir() if path.is_dir()]
-    else:
-        beside = []
+    folders = {path.parent for path in source.parent.glob(f"*/{run_directory.CHECKPOINTS}")}
+    folders |= {path for path in source.parent.glob("*") if WeightSource(path=path).is_folder}
+    beside = map(str, folders)
     if alike := near_miss(str(source), beside):
         return alike
     sentence = ". It is a run directory or a Hugging Face folder on this machine"

@@ -73,9 +73,10 @@ class Companions:
 
     @contextmanager
     def around_step(self, recipe: Recipe) -> Iterator[None]:
-        """The contexts of all companions, the first one outermost."""
+        """The contexts of all companions, the first one outermost, within those of hooks."""
+        hooks_first = sorted(self._that_hear("around_step"), key=lambda c: c not in self._hooks)
         with ExitStack() as stack:
-            for companion in self._that_hear("around_step"):
+            for companion in hooks_first:
                 if companion in self._hooks:
                     stack.enter_context(self._around(companion, recipe))
                 else:
@@ -144,7 +145,10 @@ class Companions:
     def _guarding(self, companion: Companion, moment: str) -> Iterator[None]:
         """A context of a moment of a companion: a hook that raises is named and left out."""
         try:
-            yield
+            with ExitStack() as stack:
+                for other in self._that_hear("around_hook") if companion in self._hooks else ():
+                    stack.enter_context(other.around_hook(self.run))
+                yield
         except Exception as error:
             if companion not in self._hooks:
                 raise

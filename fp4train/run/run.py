@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from fp4train import checkpoint
-from fp4train.audit.bits import bit_sum
+from fp4train.audits.bits import bit_sum
 from fp4train.config import Config
 from fp4train.data.loader import RunRows
 from fp4train.errors import UserError

@@ -12,7 +12,7 @@ from audit_run_faults import without_policy
 from command_line import STEADY, Cli, Outcome
 from faulty_kernels import equals_reference, kernels_equal_reference
 
-from fp4train.audit import observe
+from fp4train.audits import observe
 from fp4train.quantize import QuantSpec
 
 RUN = ("run.name=a", "recipe=nvfp4", "policy=last15", *STEADY)

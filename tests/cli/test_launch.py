@@ -81,7 +81,9 @@ def test_a_folder_that_is_not_there_is_looked_for_beside_it(
     message = call(*TINY, f"data.path={text}", f"init={wrong}").message
     assert message == f"init={wrong}: there is no such folder; did you mean {str(small_run)!r}?"
     Path("runs").mkdir(exist_ok=True)
-    assert "hf download" not in call(*TINY, f"data.path={text}", "init=runs/nothere").message
+    made = ("init=runs/nothere", "run.name=nother")
+    message = call(*TINY, f"data.path={text}", *made).message
+    assert "hf download" not in message and "did you mean" not in message
 
 
 def test_a_file_in_the_place_of_a_folder_of_weights_is_no_run_directory(

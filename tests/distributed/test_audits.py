@@ -239,7 +239,7 @@ def test_an_audit_that_fails_on_one_rank_lets_no_other_wait(
 
 
 FAILS_IN_BACKWARD = """
-from fp4train.audit import Observer
+from fp4train.audits.observe import Observer
 if rank:
     Observer.backward = lambda self, run, *arguments, **options: run(*arguments, **options)
 """

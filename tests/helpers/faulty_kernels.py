@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from fp4train.audit import start
+from fp4train.audits import start
 from fp4train.quantize import QuantSpec
 
 equals_reference = start.equal_codes

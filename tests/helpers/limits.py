@@ -29,7 +29,7 @@ LIMITS = {
     ],
     "least ratio of gradient to noise": ["fp4train.run.observe.THRESHOLD"],
     "seconds for an answer of the run": ["fp4train.exchange.evaluation.WAIT"],
-    "seconds to explain a difference": ["fp4train.audit.fault.SECONDS"],
+    "seconds to explain a difference": ["fp4train.audits.fault.SECONDS"],
 }
 """Each limit, and the dotted names of its constant in the modules that read it."""
 

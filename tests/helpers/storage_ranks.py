@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from fp4train import checkpoint, shards
-from fp4train.audit import AuditSettings
+from fp4train.audits.settings import AuditSettings
 from fp4train.checkpoint import CheckpointGroup
 from fp4train.config import CheckpointSettings
 from fp4train.errors import UserError

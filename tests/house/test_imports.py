@@ -1,11 +1,14 @@
 """What is imported when: nothing that a user may lack, or not want, before it is used."""
 
+import importlib.util
 import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+import fp4train
 
 ROOT = Path(__file__).parents[2]
 
@@ -46,3 +49,8 @@ def test_importing_a_module_loads_nothing_that_a_user_may_lack_or_not_want() -> 
         assert not unwanted, (
             f"import {module} loads {', '.join(sorted(unwanted))}: import it where it is used"
         )
+
+
+def test_no_function_hides_a_package() -> None:
+    """`import fp4train.NAME.… as x` would give attributes of the function."""
+    assert not [name for name in fp4train.__all__ if importlib.util.find_spec(f"fp4train.{name}")]

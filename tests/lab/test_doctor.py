@@ -12,7 +12,7 @@ import torch
 from command_line import Cli
 from pretended import Machine
 
-from fp4train.audit import start
+from fp4train.audits import start
 from fp4train.config import RECIPES
 from fp4train.hardware import Device
 from fp4train.lab.doctor import machine, recipes

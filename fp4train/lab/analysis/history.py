@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from fp4train.audit.fault import AUDIT
+from fp4train.audits.fault import AUDIT
 from fp4train.errors import UserError
 from fp4train.paths import INIT_KEYS
 from fp4train.run.record.directory import require_run

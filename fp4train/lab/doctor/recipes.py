@@ -10,7 +10,7 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from multiprocessing import get_context
 
-from fp4train.audit.start import LayerTrial
+from fp4train.audits.start import LayerTrial
 from fp4train.errors import named
 from fp4train.hardware import Device, gpus
 from fp4train.precision.layer_plan import Gemm, resolve

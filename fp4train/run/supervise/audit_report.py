@@ -25,8 +25,8 @@ from typing import TYPE_CHECKING, Final
 from torch import nn
 
 from fp4train import checkpoint
-from fp4train.audit.fault import AUDIT_FAULT, Fault
-from fp4train.audit.observe import partly_uncovered, why_not_observed
+from fp4train.audits.fault import AUDIT_FAULT, Fault
+from fp4train.audits.observe import partly_uncovered, why_not_observed
 from fp4train.config import Config
 from fp4train.errors import UserError
 from fp4train.nn.executors import executor_class

@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from fp4train.audit.call import ObservedCall
-from fp4train.audit.exchange import exchange
-from fp4train.audit.fault import AUDIT, Audited
-from fp4train.audit.observe import Observer
-from fp4train.audit.settings import due, in_turn
+from fp4train.audits.call import ObservedCall
+from fp4train.audits.exchange import exchange
+from fp4train.audits.fault import AUDIT, Audited
+from fp4train.audits.observe import Observer
+from fp4train.audits.settings import due, in_turn
 from fp4train.nn.planned import PlannedLayer
 from fp4train.run.queued import Step
 from fp4train.run.supervise.audit_report import (

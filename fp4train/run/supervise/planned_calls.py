@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Final
 import torch
 from torch import Tensor
 
-from fp4train.audit.call import ObservedCall
-from fp4train.audit.compare import compare_records
-from fp4train.audit.expected import AuditedCall
-from fp4train.audit.fault import Audited, Fault
-from fp4train.audit.observe import Observer
+from fp4train.audits.call import ObservedCall
+from fp4train.audits.compare import compare_records
+from fp4train.audits.expected import AuditedCall
+from fp4train.audits.fault import Audited, Fault
+from fp4train.audits.observe import Observer
 from fp4train.nn.planned import PlannedLayer
 from fp4train.precision.gather import gather_mode, wire_form
 from fp4train.quantize import Position, RunStep
@@ -74,13 +74,16 @@ class PlannedCalls:
                 return None
             if not plan.quantised:
                 return Audited(layer=name, step=step, uncovered=(BY_WEIGHT,))
-            if observer.calls or not learned:
+            if observer.calls or not (learned and alone(self.run, layer)):
                 return Audited(layer=name, step=step, uncovered=(NOT_CALLED,))
             what = "the plan has this layer, and the step did not call it"
             fault = Fault(layer=name, what=what, rank=self.run.world.place.rank)
             return Audited(layer=name, step=step, faults=(fault,))
         if not all(record.complete for record in records):
-            return Audited(layer=name, step=step, failures=("its backward pass was not seen",))
+            unseen = ("its backward pass was not seen",)
+            if learned:
+                return Audited(layer=name, step=step, failures=unseen)
+            return Audited(layer=name, step=step, uncovered=unseen)
 
         def expect(number: int, record: ObservedCall) -> AuditedCall:
             previous = earlier[number] if len(earlier) == len(records) else None
@@ -141,6 +144,17 @@ class PlannedCalls:
         if rests and record.position.token in begins[observer.number :]:
             token = record.position.token
         return Position(RunStep(run.config.run.seed, step), token)
+
+
+def alone(run: Run, layer: PlannedLayer) -> bool:
+    """Whether the gradient of a layer's weight is that of its calls alone: the weight has one place in
+    the model, no other code multiplies it, and no hook on it changes its gradient.
+    """
+    weight = layer.weight
+    places = [p for _, p in run.model.named_parameters(remove_duplicate=False) if p is weight]
+    hooks = weight._backward_hooks or weight._post_accumulate_grad_hooks
+    by_weight = layer.layer.name in getattr(run.model, "by_weight", ())
+    return len(places) == 1 and not (hooks or by_weight)
 
 
 def check_room(layer: PlannedLayer, *, divided: bool) -> None:

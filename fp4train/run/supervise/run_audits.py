@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Final
 
-from fp4train.audit.fault import Fault
-from fp4train.audit.start import check_plan
+from fp4train.audits.fault import Fault
+from fp4train.audits.start import check_plan
 from fp4train.companion import RunCompanion
 from fp4train.precision import Recipe
 from fp4train.run.queued import Step
@@ -77,6 +77,10 @@ class RunAudits(RunCompanion):
         if self.sums.due(step.index):
             self._report(step.index, self.sums.after_step(step), STATE)
         self.layers.after_step(run, step)
+
+    def around_hook(self, run: Run) -> AbstractContextManager[None]:
+        """What a hook writes is no fault."""
+        return self.sums.writing()
 
     def on_save(self, run: Run) -> None:
         """Let the saver have the sums of the state right after the update, if they were taken."""

@@ -81,7 +81,7 @@ class Saver:
         self.named: int | None = None
         """The good one when the loss last diverged: messages name it, and it stays."""
         self.last: Outcome | None = None
-        self._expected: BitSums = {}
+        self._expected: Mapping[str, int] = {}
         """Sums of the coming checkpoint's tensors that were taken before."""
         self._buffers: dict[str, Tensor] = {}
         self._prepared = False
@@ -106,7 +106,7 @@ class Saver:
 
     def expect(self, sums: Mapping[str, int]) -> None:
         """The copy of the coming checkpoint must have these sums of bits, by tensor."""
-        self._expected = dict(sums)
+        self._expected = sums
 
     def begin(self, *, proven: bool = False, doubt: str | None = None) -> bool:
         """Copy the state of the run and have it written; False if the one before is not done in

@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fp4train import checkpoint
-from fp4train.audit.bits import bit_sum
-from fp4train.audit.fault import Fault
+from fp4train.audits.bits import bit_sum
+from fp4train.audits.fault import Fault
 from fp4train.checkpoint.layout import MODEL
 from fp4train.optim.repeated import UPDATES, WEIGHT
 from fp4train.parallel.tensor import replicas
@@ -83,6 +83,8 @@ def _module(path: str) -> str:
     return path.rpartition(".")[0]
 
 
+_OF_LAYERS: Final = f"{LayerStates.key}/"
+"""States of layers, which follow their tokens; another recipe has others."""
 _RATES: Final = 1e-6
 """Largest difference of two rates, as a share: optimizers may hold one in float32."""
 _ROUNDED: Final = 2**-22
@@ -154,12 +156,26 @@ class StateSums:
                 for path, (tensor, version) in _versions(self.run.model).items()
                 if versions[path][0] is not tensor or versions[path][1] != version
             }
-            sums = {
+            sums = state_sums(self.run)
+            before = {
                 name: total
-                for name, total in state_sums(self.run).items()
-                if _module(name) not in written and not name.startswith(f"{LayerStates.key}/")
+                for name, total in (self._before or {}).items()
+                if _module(name) not in written and not name.startswith(_OF_LAYERS)
             }
-            self._in_passes = self._changed(self._before, sums, "in the passes of the step")
+            self._in_passes = self._changed(before, sums, "in the passes of the step")
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """A context of code that may write the state: what it writes is not compared until the next
+        update.
+        """
+        before = self._sums() if self._after else None
+        try:
+            yield
+        finally:
+            if self._after and before:
+                for name, _ in before.items() - (self._sums() or before).items():
+                    self._after.pop(name, None)
 
     def at_end(self) -> list[Fault]:
         """The tensors that changed since the last update, where no step follows."""
@@ -202,7 +218,7 @@ class StateSums:
         return [
             Fault(layer=name, what=f"its bits changed {when}")
             for name, total in before.items()
-            if sums.get(name, total) != total
+            if sums.get(name, total if name.startswith(_OF_LAYERS) else None) != total
         ]
 
     def _other_rate(self, step: Step) -> list[Fault]:

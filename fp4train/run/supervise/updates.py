@@ -5,7 +5,6 @@ float64. Of large ones `SAMPLED` elements are compared, others in each audit.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
@@ -13,15 +12,15 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import Tensor
 
-from fp4train.audit.bits import where_differing
-from fp4train.audit.call import kept
-from fp4train.audit.fault import Fault
+from fp4train.audits.bits import where_differing
+from fp4train.audits.call import kept
+from fp4train.audits.fault import Fault
 from fp4train.nn.planned import PlannedLayer
 from fp4train.optim.repeated import UPDATES, WEIGHT
-from fp4train.parameters import largest_values
 from fp4train.precision.layers import elementwise
 from fp4train.run.queued import Step
 from fp4train.run.supervise.audit_report import AuditFailures
+from fp4train.run.supervise.planned_calls import alone
 from fp4train.shards import local
 
 if TYPE_CHECKING:
@@ -51,7 +50,7 @@ class UpdateAudit:
         self.layer = layer
         self.failures = failures
         self.turn = turn
-        weights = {id(planned.weight) for planned in run.planned_layers}
+        weights = {id(layer.weight) for layer in run.planned_layers if alone(run, layer)}
         named = dict(run.model.named_parameters())
         others = [name for name, p in named.items() if id(p) not in weights and p.requires_grad]
         self.name = f"{layer.layer.name}.weight"
@@ -71,25 +70,25 @@ class UpdateAudit:
 
     @contextmanager
     def observing(self) -> Iterator[None]:
-        """A context of the step."""
-        optimizer = self.run.optimizer
-        hooks = [
-            optimizer.register_step_pre_hook(lambda *_: self._keep(self._before)),
-            optimizer.register_step_post_hook(lambda *_: self._keep(self._after)),
-        ]
+        """A context of the step; other hooks on the optimizer come around the observed update."""
+        optimizer: Any = self.run.optimizer
+        before = optimizer.register_step_pre_hook(lambda *_: self._keep(self._before))
+        after = optimizer.register_step_post_hook(lambda *_: self._keep(self._after))
+        # torch has no public way to put a hook first
+        optimizer._optimizer_step_post_hooks.move_to_end(after.id, last=False)
         try:
             yield
         finally:
-            for hook in hooks:
-                hook.remove()
+            before.remove()
+            after.remove()
 
     def _keep(self, states: dict[str, dict[str, Tensor]]) -> None:
         """Keep gradient, weight and moments of the parameters, as they are before or after."""
         with self.failures.guarding(self.layer.layer.name):
             divisor: Any = getattr(self.run.optimizer, "grad_scale", 1.0)
             for name, parameter in self._parameters.items():
-                if parameter.grad is None:
-                    continue
+                if parameter.grad is None or (states is self._before and name in states):
+                    continue  # it has no update, or one more
                 gradient = local(parameter.grad) / divisor
                 state = self.run.optimizer.state.get(parameter, {})
                 tensors = {WEIGHT: parameter, _GRADIENT: gradient, **state}
@@ -128,12 +127,13 @@ class UpdateAudit:
                     yield Fault(layer=name, what=what, share=apart.share)
 
     def _differs(self, step: Step, sums: Mapping[int, Tensor]) -> bool:
-        """Whether the gradient of the layer's weight is another than the clipped sum of its dw's;
-        a weight that other code multiplies has other gradients, too.
+        """Whether the gradient of the layer's weight is another than the clipped sum of its dw's,
+        which no hook on the optimizer changes.
         """
-        if self.layer.layer.name in getattr(self.run.model, "by_weight", ()):
-            return False
         assert self._gradient is not None
+        optimizer: Any = self.run.optimizer
+        if optimizer._optimizer_step_pre_hooks or not alone(self.run, self.layer):
+            return False
         gradient = self._gradient.mT if self.layer.transposed else self._gradient
         factor = 1 / step.loss_scale
         clip = self.run.config.optim.clip
@@ -151,21 +151,18 @@ class UpdateAudit:
     def _updated_otherwise(self, name: str, step: Step) -> Iterator[tuple[str, Tensor]]:
         """(weight or moment, where it is not that of the repeated update)."""
         optim: Any = self.run.config.optim
-        model = self.run.model
         after = self._after[name]
         before = {entry: torch.zeros_like(tensor) for entry, tensor in after.items()}
         before |= self._before[name]
         parameter = self._parameters[name]
-        spared = parameter.dim() < 2 or parameter in elementwise(model)
+        spared = parameter.dim() < 2 or parameter in elementwise(self.run.model)
         decay = 0.0 if spared else optim.weight_decay
         rate = float(step.values["train/lr"])
         expected = UPDATES[type(optim)](optim, before, before[_GRADIENT], rate, decay)
         for entry, values in expected.items():
             slack = _ROUNDED * (before[entry].abs() + values.abs())
             slack += _MOVED * (values - before[entry]).abs()
-            if entry == WEIGHT:
-                values = values.clamp(max=largest_values(model).get(name, math.inf))
-            elif getattr(optim, "moments", "") == "bfloat16":
+            if entry != WEIGHT and getattr(optim, "moments", "") == "bfloat16":
                 slack += _BF16 * values.abs()
             least = torch.finfo(torch.float32).tiny
             yield entry, (after[entry] - values).abs() > slack + least

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from transformer_engine.pytorch import tensor as te_tensor
 
 import fp4train as f4
-from fp4train.audit import AuditReport
+from fp4train.audits.loop import AuditReport
 from fp4train.formats import pack_fp4
 from fp4train.nn import convert
 from fp4train.precision import MXFP8, NVFP4, FP8Current, Recipe

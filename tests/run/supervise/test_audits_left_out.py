@@ -8,9 +8,9 @@ import pytest
 from command_line import STEADY, Cli, events
 from faulty_kernels import kernels_equal_reference
 
-from fp4train.audit import Audited, Observer, partly_uncovered
-from fp4train.audit.observe import ADDED_TERMS
-from fp4train.audit.terms import RESIDUAL_CHANNELS
+from fp4train.audits.fault import Audited
+from fp4train.audits.observe import ADDED_TERMS, Observer, partly_uncovered
+from fp4train.audits.terms import RESIDUAL_CHANNELS
 from fp4train.hardware import Device
 from fp4train.precision import (
     NVFP4 as NVFP4Recipe,

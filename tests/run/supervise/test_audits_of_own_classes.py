@@ -1,6 +1,7 @@
 """Audits accuse no optimizer and no model of one's own that does what it should."""
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from fp4train.companion import Companion
 from fp4train.models.llama import Llama
 from fp4train.optim.adamw import AdamW
 
@@ -40,25 +42,81 @@ class Depth(Llama):
         for block in model.blocks:
             block.__class__ = type("Block", (type(block),), {"forward": skipping})
         return model
+
+@dataclass(frozen=True, kw_only=True)
+class Shared(Llama):
+    def build(self, *, vocab_size, seq_len):
+        model = super().build(vocab_size=vocab_size, seq_len=seq_len)
+        model.blocks[1].mlp.down.weight = model.blocks[0].mlp.down.weight
+        return model
+
+@torch.no_grad()
+def decay(run):
+    for parameter in run.model.parameters():
+        parameter.mul_(0.999)
+    for state in run.optimizer.state.values():
+        state["exp_avg"].zero_()
+
+@dataclass(kw_only=True)
+class Writes(Companion):
+    def begin(self, run):
+        weight = run.planned_layers[0].weight
+        weight.register_hook(lambda gradient: gradient.clamp(-1e-6, 1e-6))
+        run.optimizer.register_step_post_hook(lambda *_: decay(run))
+
+    def around_step(self, run, recipe):
+        decay(run)
+        return super().around_step(run, recipe)
+
+    def after_step(self, run, step):
+        decay(run)
+
+    before_step = on_save = lambda self, run: decay(run)
+
+@dataclass(kw_only=True)
+class Clips(Companion):
+    def begin(self, run):
+        def clip(optimizer, *_):
+            for parameter in run.model.parameters():
+                parameter.grad.clamp_(-1e-6, 1e-6)
+        run.optimizer.register_step_pre_hook(clip)
 """
+
+
+def own(*words: str) -> tuple[str, ...]:
+    """The words of a run whose classes are in `mine`, audited in every step."""
+    sizes = "width: 32\nlayers: 2\nheads: 2\nkv_heads: 1\nhidden: 64\n"
+    files = {
+        "depthlab.py": LAB,
+        "model/depth.yaml": f"_target_: depthlab.Depth\n{sizes}",
+        "model/shared.yaml": f"_target_: depthlab.Shared\n{sizes}",
+        "optim/layerwise.yaml": "_target_: depthlab.Layerwise\n",
+    }
+    for path, text in files.items():
+        Path("mine", path).parent.mkdir(parents=True, exist_ok=True)
+        Path("mine", path).write_text(text)
+    audits = ("audit.every=1", "audit.sums=1", "audit.action=stop")
+    begin = ("--config-dir", "mine", "plugins=[depthlab]", "run.name=a", "policy=all")
+    return (*begin, "train.microbatch=2", *audits, *words)
+
+
+@pytest.fixture(autouse=True)
+def forgotten() -> Iterator[None]:
+    yield
+    sys.modules.pop("depthlab", None)
+
+
+@pytest.mark.parametrize("hook", ["Writes", pytest.param("Clips", marks=pytest.mark.long)])
+def test_what_hooks_write_and_weights_of_two_layers_are_no_faults(cli: Cli, hook: str) -> None:
+    words = own("model=shared", f"hooks=[{{_target_: depthlab.{hook}}}]", "train.steps=6")
+    ended = cli(*words, "checkpoint.every=3")
+    assert ended.code == 0, ended.err
+    assert events("runs/a", "audit failed") == []
 
 
 @pytest.mark.long
 def test_rates_by_layer_updates_now_and_then_and_skipped_blocks_are_no_faults(cli: Cli) -> None:
-    model = "_target_: depthlab.Depth\nwidth: 32\nlayers: 2\nheads: 2\nkv_heads: 1\nhidden: 64\n"
-    optim = "_target_: depthlab.Layerwise\n"
-    files = {"depthlab.py": LAB, "model/depth.yaml": model, "optim/layerwise.yaml": optim}
-    for path, text in files.items():
-        Path("mine", path).parent.mkdir(parents=True, exist_ok=True)
-        Path("mine", path).write_text(text)
-    try:
-        own = ("--config-dir", "mine", "plugins=[depthlab]", "model=depth", "optim=layerwise")
-        audits = ("audit.every=1", "audit.sums=1", "audit.action=stop")
-        ended = cli(
-            *own, "run.name=a", "policy=all", "train.steps=12", "train.microbatch=2", *audits
-        )
-    finally:
-        sys.modules.pop("depthlab", None)
+    ended = cli(*own("model=depth", "optim=layerwise", "train.steps=12"))
     assert ended.code == 0, ended.err
     assert events("runs/a", "audit failed") == []
     assert "(the step did not call it)" in ended.err

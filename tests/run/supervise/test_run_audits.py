@@ -20,7 +20,7 @@ from lengths import long_but
 from limits import set_limit
 
 from fp4train import checkpoint
-from fp4train.audit import AuditSettings
+from fp4train.audits.settings import AuditSettings
 from fp4train.exchange import RecordedResults
 from fp4train.run import step as run_step
 from fp4train.run.state.weights import ModelWeights
@@ -154,6 +154,15 @@ def test_a_bit_of_a_weight_that_flips_between_two_steps_is_found(
     (entry,) = events("runs/a", "audit fault")
     assert entry["layer"] == "model/embed.weight"
     assert "between the update and the next step" in entry["what"]
+
+
+def test_moments_that_are_lost_between_two_steps_are_found(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    after_update(3, monkeypatch, lambda run: run.optimizer.state.pop(norm_weight(run)))
+    cli("run.name=a", *NVFP4, "audit.every=0", "audit.sums=3")
+    entry, *_ = events("runs/a", "audit fault")
+    assert "attention_norm.weight/" in entry["layer"] and "between the update" in entry["what"]
 
 
 def test_a_bit_that_flips_in_the_passes_of_a_step_is_found(

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fp4train.audit.call import ObservedCall, Product, kept
+from fp4train.audits.call import ObservedCall, Product, kept
 from fp4train.backends import Backend, Prepared
 from fp4train.backends.protocol import LayerBackend, Multiplied, NotShownError, ProductWatcher
 from fp4train.backends.table import Shape, Table
@@ -121,6 +121,8 @@ class EdgeCall:
     def arrived(self, name: str, gradient: Tensor) -> None:
         """Keep a gradient; the products that follow dy are watched, up to the last one wanted."""
         with self.recorder.guarding():
+            if torch.is_grad_enabled():
+                raise NotShownError("its gradients are differentiated themselves (create_graph)")
             if type(gradient) is not Tensor:
                 kind = type(gradient).__name__
                 raise NotShownError(f"its {name} is no tensor of values, but a {kind}")
@@ -229,7 +231,7 @@ class _Passed(torch.autograd.Function):
 
 
 class PassRecorder(Protocol):
-    """Keeps what the running pass of a layer computes (`audit.observe.Observer`)."""
+    """Keeps what the running pass of a layer computes (`audits.observe.Observer`)."""
 
     def product(self, gemm: str, product: Product) -> None:
         """A product of the running pass, whose tensors are copied."""

@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from fp4train.audit.call import ObservedCall
-from fp4train.audit.cut import Amaxes
+from fp4train.audits.call import ObservedCall
+from fp4train.audits.cut import Amaxes
 from fp4train.precision.layer_plan import LayerPlan
 from fp4train.quantize import (
     Decoded,

@@ -15,8 +15,12 @@ from lengths import long_but
 from torch import Tensor, nn
 
 import fp4train as f4
-from fp4train.audit import AuditedCall, ObservedCall, Observer, Product, compare, products
-from fp4train.audit.recorder import CallRecorder, EdgeCall
+from fp4train.audits import products
+from fp4train.audits.call import ObservedCall, Product
+from fp4train.audits.compare import compare
+from fp4train.audits.expected import AuditedCall
+from fp4train.audits.observe import Observer
+from fp4train.audits.recorder import CallRecorder, EdgeCall
 from fp4train.backends import Multiplied, tensor_cores
 from fp4train.nn import Linear
 from fp4train.precision import BF16, FP8Current, FP8Row, Recipe

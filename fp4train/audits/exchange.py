@@ -13,10 +13,10 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from fp4train.audit.call import ObservedCall
-from fp4train.audit.cut import CutCall
-from fp4train.audit.observe import Observer
-from fp4train.audit.products import sampled
+from fp4train.audits.call import ObservedCall
+from fp4train.audits.cut import CutCall
+from fp4train.audits.observe import Observer
+from fp4train.audits.products import sampled
 from fp4train.nn.layer_shard import LayerShard
 from fp4train.nn.planned import PlannedLayer
 from fp4train.nn.ranks import Ranks

@@ -13,11 +13,11 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from fp4train.audit import products
-from fp4train.audit.bits import where_differing
-from fp4train.audit.call import Product
-from fp4train.audit.expected import AuditedCall
-from fp4train.audit.fault import CallFinding
+from fp4train.audits import products
+from fp4train.audits.bits import where_differing
+from fp4train.audits.call import Product
+from fp4train.audits.expected import AuditedCall
+from fp4train.audits.fault import CallFinding
 from fp4train.backends.protocol import NotShownError
 from fp4train.nn.executors.joined import Term
 from fp4train.precision.layer_plan import Gemm

@@ -166,6 +166,17 @@ def test_a_layer_whose_passes_others_replace_is_not_covered() -> None:
     assert report.uncovered == dict.fromkeys("01", "hooks of others may change its passes")
 
 
+def test_gradients_that_are_differentiated_themselves_are_not_covered() -> None:
+    layer = nn.Linear(8, 8)
+    x = torch.randn(4, 8, requires_grad=True)
+    with f4.audit(layer) as report:
+        y = layer(x).square().sum()
+        (dx,) = torch.autograd.grad(y, x, create_graph=True)
+        (y + dx.square().sum()).backward()
+    assert not report.faults, str(report)
+    assert "create_graph" in report.uncovered[""]
+
+
 def test_later_code_may_write_into_what_a_layer_returns() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(inplace=True), nn.Linear(8, 8))
     with f4.audit(model) as report:

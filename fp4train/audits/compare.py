@@ -15,15 +15,15 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from fp4train.audit import products
-from fp4train.audit.bits import Difference, difference, where_differing
-from fp4train.audit.call import ObservedCall, Product
-from fp4train.audit.expected import AuditedCall, OperandSource
-from fp4train.audit.fault import Audited, CallFinding, Fault, first_fitting, joined
-from fp4train.audit.hypotheses import Suspect
-from fp4train.audit.recorder import CallRecorder
-from fp4train.audit.rounding import rounding_of
-from fp4train.audit.terms import further_terms, of_means
+from fp4train.audits import products
+from fp4train.audits.bits import Difference, difference, where_differing
+from fp4train.audits.call import ObservedCall, Product
+from fp4train.audits.expected import AuditedCall, OperandSource
+from fp4train.audits.fault import Audited, CallFinding, Fault, first_fitting, joined
+from fp4train.audits.hypotheses import Suspect
+from fp4train.audits.recorder import CallRecorder
+from fp4train.audits.rounding import rounding_of
+from fp4train.audits.terms import further_terms, of_means
 from fp4train.backends import GEMMS, OPERANDS, Prepared
 from fp4train.backends.protocol import NotShownError
 from fp4train.nn.executors.joined import Term

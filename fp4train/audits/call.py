@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from fp4train.audit.cut import CutCall
+from fp4train.audits.cut import CutCall
 from fp4train.backends import Prepared
 from fp4train.precision.layer_plan import LayerPlan
 from fp4train.quantize import Decoded, Position, Quantized

@@ -5,7 +5,7 @@ with f4.audit(model) as report:
 print(report)
 
 The layers that `convert` made are observed, those in high precision too, and besides them torch's
-nn.Linear (`audit.foreign`). Linear layers of other classes, as Transformer Engine's, are named in the
+nn.Linear (`audits.foreign`). Linear layers of other classes, as Transformer Engine's, are named in the
 report.
 """
 
@@ -18,16 +18,17 @@ from typing import Final
 
 from torch import nn
 
-from fp4train.audit.compare import compare_records
-from fp4train.audit.exchange import exchange
-from fp4train.audit.fault import Audited, Fault
-from fp4train.audit.foreign import foreign_observers, linears
-from fp4train.audit.observe import Observer
-from fp4train.audit.recorder import CallRecorder
-from fp4train.audit.settings import due, in_turn
+from fp4train.audits.compare import compare_records
+from fp4train.audits.exchange import exchange
+from fp4train.audits.fault import Audited, Fault
+from fp4train.audits.foreign import foreign_observers, linears
+from fp4train.audits.observe import Observer
+from fp4train.audits.recorder import CallRecorder
+from fp4train.audits.settings import due, in_turn
 from fp4train.nn.planned import PlannedLayer
 from fp4train.text import first_line
 
+_NOT_CALLED: Final = "it was not called in training, or outside of f4.autocast, or by torch.compile in high precision"
 _COUNT: Final = "_fp4train_audits"
 """The attribute of a model that counts its audits."""
 
@@ -97,14 +98,11 @@ def audit(
         yield report
         return
 
-    def chosen(name: str) -> bool:
-        return name in layers
-
     turn_of_rows = _audits_so_far(model) if step is None else step
-    observers = {name: Observer(layer) for name, layer in planned.items() if chosen(name)}
+    observers = {name: Observer(layer) for name, layer in planned.items() if name in layers}
     for name, observer in observers.items():
         planned[name].observer = observer
-    foreign, report.uncovered = foreign_observers(model, chosen)
+    foreign, report.uncovered = foreign_observers(model, layers)
     try:
         yield report
     except BaseException:
@@ -170,9 +168,7 @@ def _add(name: str, recorder: CallRecorder, report: AuditReport, step: int) -> N
     elif recorder.ended or audited.failures:
         reasons += audited.uncovered
     else:
-        reasons.append("it was not called in training")
-        if isinstance(recorder, Observer):
-            reasons[0] += ", or outside of f4.autocast"
+        reasons.append(_NOT_CALLED)
     if not all(record.complete for record in records):
         reasons.append("its backward pass was not seen")
     if reasons:

@@ -17,9 +17,9 @@ from typing import Any, Final, cast
 import torch.distributed as dist
 from torch import Tensor
 
-from fp4train.audit.call import ObservedCall, Product, kept, kept_or_none
-from fp4train.audit.recorder import CallRecorder, ObservedBackend, ObservedLayer, ObservedTerms
-from fp4train.audit.terms import RESIDUAL_CHANNELS
+from fp4train.audits.call import ObservedCall, Product, kept, kept_or_none
+from fp4train.audits.recorder import CallRecorder, ObservedBackend, ObservedLayer, ObservedTerms
+from fp4train.audits.terms import RESIDUAL_CHANNELS
 from fp4train.backends import LAYER_BACKENDS
 from fp4train.backends.protocol import NotShownError
 from fp4train.nn.call import LayerCall
@@ -101,11 +101,6 @@ class Observer(CallRecorder):
         with self.guarding():
             for name, tensor in layer.scaling_state().items():
                 self._scaling[name] = kept(tensor)
-
-    @property
-    def call(self) -> ObservedCall | None:
-        """The first record."""
-        return self.records[0] if self.records else None
 
     def __call__(self, executor: Executor) -> Executor:
         """The observed copy of `executor`; itself where it cannot be observed."""
@@ -189,7 +184,11 @@ class Observer(CallRecorder):
         call: LayerCall | None,
     ) -> ObservedCall | None:
         """The record of a call that begins; None: it is not kept."""
-        if self.ended or (call is not None and not any(call.gradients)):
+        if self.ended:
+            return None
+        if call is not None and not (
+            any(call.gradients) and (call.training or not executor.counted)
+        ):
             return None
         for _, earlier, record in self._kept:
             if call is not None and earlier is call:

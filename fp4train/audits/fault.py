@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
-from fp4train.audit.bits import Difference
+from fp4train.audits.bits import Difference
 
 AUDIT = "audit"
 AUDIT_FAULT = "audit fault"
@@ -90,9 +90,7 @@ class Fault:
 
     def values(self) -> dict[str, Any]:
         """The fault as plain data, for a tracker."""
-        plain = asdict(self)
-        plain["first"] = list(self.first)
-        return plain
+        return asdict(self)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,8 @@ from faulty_kernels import equals_reference, kernels_equal_reference
 from torch import nn
 
 import fp4train as f4
-from fp4train.audit import check_plan, start
+from fp4train.audits import start
+from fp4train.audits.start import check_plan
 from fp4train.nn import Experts
 from fp4train.precision import MXFP8, NVFP4, FP8Delayed, LayerPolicy, Recipe
 from fp4train.precision.recipes import FP16, FP32

@@ -18,8 +18,8 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from fp4train.audit.bits import where_differing
-from fp4train.audit.fault import CallFinding
+from fp4train.audits.bits import where_differing
+from fp4train.audits.fault import CallFinding
 from fp4train.quantize import Operand, QuantSpec, RandomKey, amax_extent, reference
 from fp4train.quantize.source import AXES
 from fp4train.shards import Runs

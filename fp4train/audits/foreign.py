@@ -7,14 +7,14 @@ so that dx, dy and dw are those of this call, whoever else reads x or the weight
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Collection
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from fp4train.audit.call import ObservedCall, kept
-from fp4train.audit.recorder import CallRecorder, EdgeCall
+from fp4train.audits.call import ObservedCall, kept
+from fp4train.audits.recorder import CallRecorder, EdgeCall
 from fp4train.backends.protocol import NotShownError
 from fp4train.backends.table import DTYPES, Table
 from fp4train.hardware import Device
@@ -156,18 +156,18 @@ def _plan(name: str, w: Tensor, table: Table) -> LayerPlan:
 
 
 def foreign_observers(
-    model: nn.Module, chosen: Callable[[str], bool]
+    model: nn.Module, layers: Collection[str]
 ) -> tuple[dict[str, ForeignObserver], dict[str, str]]:
     """(Observers of the linear layers of a model that `convert` did not make, layer → why another
     one is not audited).
 
     Args:
-        chosen: whether a layer of this name is to be audited.
+        layers: names of those that are to be audited.
     """
     observers: dict[str, ForeignObserver] = {}
     uncovered: dict[str, str] = {}
     for name, module in linears(model).items():
-        if not chosen(name):
+        if name not in layers:
             continue
         if type(module) is nn.Linear:
             observers[name] = ForeignObserver(name, module)

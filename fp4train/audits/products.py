@@ -22,9 +22,9 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from fp4train.audit.bits import FEW, Difference, changed_elements, difference, where_differing
-from fp4train.audit.call import Product
-from fp4train.audit.fault import CallFinding
+from fp4train.audits.bits import FEW, Difference, changed_elements, difference, where_differing
+from fp4train.audits.call import Product
+from fp4train.audits.fault import CallFinding
 from fp4train.backends import BACKENDS, Prepared, asks_fast_sums, tensor_cores
 from fp4train.backends.tensor_cores import TensorCore
 from fp4train.nn.executors.joined import Term, columns_of

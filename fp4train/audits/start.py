@@ -17,9 +17,9 @@ from typing import Final
 import torch
 from torch import Tensor, nn
 
-from fp4train.audit.fault import Fault
-from fp4train.audit.loop import audit
-from fp4train.audit.observe import why_not_observed
+from fp4train.audits.fault import Fault
+from fp4train.audits.loop import audit
+from fp4train.audits.observe import why_not_observed
 from fp4train.nn import Linear
 from fp4train.nn.executors import executor_class
 from fp4train.precision.context import autocast

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fp4train.audit import bit_sum
-from fp4train.audit.bits import COLUMNS
+from fp4train.audits.bits import COLUMNS, bit_sum
 
 
 @pytest.mark.parametrize("offset", [0, 1, 2, 3, 8])

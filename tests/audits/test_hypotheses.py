@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from limits import set_limit
 
-from fp4train.audit.fault import first_fitting
+from fp4train.audits.fault import first_fitting
 
 
 def fails() -> bool:

@@ -14,10 +14,10 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from fp4train.audit.bits import FEW, changed_elements, difference, equal
-from fp4train.audit.expected import AuditedCall, OperandSource
-from fp4train.audit.fault import Hypothesis, first_fitting
-from fp4train.audit.rounding import rounding_of
+from fp4train.audits.bits import FEW, changed_elements, difference, equal
+from fp4train.audits.expected import AuditedCall, OperandSource
+from fp4train.audits.fault import Hypothesis, first_fitting
+from fp4train.audits.rounding import rounding_of
 from fp4train.quantize import Decoded, Quantized, QuantSpec, RandomKey, reference
 from fp4train.quantize.quantized import apply_block_scales, finish_operand
 from fp4train.quantize.random import random_bits

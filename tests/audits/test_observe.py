@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import fp4train as f4
-from fp4train.audit import Observer
+from fp4train.audits.observe import Observer
 from fp4train.nn import Experts, Linear
 from fp4train.precision import NVFP4
 
