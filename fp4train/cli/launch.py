@@ -23,7 +23,13 @@ from fp4train.config.unknown import unknown_key
 from fp4train.errors import UserError
 from fp4train.hardware import memory_asked
 from fp4train.run.find import Command as Command
-from fp4train.run.from_run import check_model, saved_configuration, with_run
+from fp4train.run.from_run import (
+    check_model,
+    names_tokenizer,
+    saved_configuration,
+    tokenizer_section,
+    with_run,
+)
 from fp4train.run.record import directory as run_directory
 from fp4train.run.record.journal import RecipeChoice
 from fp4train.text import shortened
@@ -198,6 +204,14 @@ def _resumed_settings(composition: Composed) -> Command:
                 continue
             if not any(key.startswith(f"{section}.") for section in changed):
                 raise unknown_key(key, list(keys(saved_values)))
+        section = tokenizer_section(saved_values)
+        if "data" in changed and section and "tokenizer" in saved.data:  # its ids are the model's
+            if names_tokenizer(changed):
+                raise UserError(
+                    f"data.tokenizer: a branch with other data keeps the tokenizer of {source}; "
+                    "leave it out"
+                )
+            saved.data.tokenizer = section
         # In its own directory, unless a new name asks for a branch of the run.
         named = {"run.name", "run.dir"} & set(changed)
         saved.run.dir = resolved.run.dir if named else str(source)

@@ -29,7 +29,11 @@ from fp4train.data.loader import (
     Loader as Loader,
     permute as permute,
 )
-from fp4train.data.mixture import Mixture as Mixture, Weighted as Weighted
+from fp4train.data.mixture import (
+    Mixture as Mixture,
+    MixtureStage as MixtureStage,
+    Weighted as Weighted,
+)
 from fp4train.data.source import (
     RunData as RunData,
     Source as Source,

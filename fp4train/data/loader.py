@@ -6,11 +6,8 @@ shorter than T). The sequence shown at position i of a run is
 
     permutation(seed, epoch = i // n)[i % n],  n sequences an epoch
 
-Where the tokens have parts, each has its own sequences and permutation. A cycle is as many
-positions as the shares of the parts add up to, c of them for a part of share c: its k-th lies where
-(k + u)/c, 0 ≤ u < 1, stands among those of all parts, with u from the seed, part and k. So the
-parts are spread evenly: of n parts every stretch of the run has each in its share, but for fewer
-than 2 (n − 1) sequences.
+Where the tokens have parts, each has its own sequences and permutation, and `schedule.py` says
+which part a position has, and which of the part's sequences.
 
 Targets that do not count in the loss are `IGNORED`. An input that is the id that ends a document,
 and yet ends none (`TokenArray.inner_ends`), is its complement, −1 − id: models that attend within
@@ -29,37 +26,26 @@ Black and Rogaway 2002, section 3), which leaves a permutation of 0 … n-1. The
 n: fewer than four walks are expected.
 """
 
+import logging
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from fp4train.data.stream import IGNORED, Rows, Stream
+from fp4train.data.schedule import MASK64, PartSchedule, mix, splitmix64
+from fp4train.data.stream import IGNORED, Rows, Stream, shown_passes
 from fp4train.data.token_array import TokenArray, TokenPart
 from fp4train.errors import DataError
 
 ROUNDS = 6
-MASK64 = (1 << 64) - 1
 
-
-def splitmix64(value: int) -> int:
-    """One 64-bit value from another, well mixed (Steele et al. 2014)."""
-    z = (value + 0x9E3779B97F4A7C15) & MASK64
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & MASK64
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & MASK64
-    return z ^ (z >> 31)
-
-
-def _mix(half: npt.NDArray[np.uint64], key: int) -> npt.NDArray[np.uint64]:
-    z = half ^ np.uint64(key)
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return z ^ (z >> np.uint64(31))
+_log = logging.getLogger(__name__)
 
 
 def permute(
@@ -77,45 +63,40 @@ def permute(
         left = image[outside] >> shift
         right = image[outside] & mask
         for key in keys:
-            left, right = right, left ^ (_mix(right, key) & mask)
+            left, right = right, left ^ (mix(right, key) & mask)
         image[outside] = (left << shift) | right
         outside = image >= n
     return image.astype(np.int64)
 
 
-def _turns(shares: Sequence[int], seed: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """The part at each position of a cycle, and how many positions of the same part come before
-    it.
-    """
-    state = splitmix64(seed & MASK64)
-    when = [
-        (np.arange(share) + _mix(np.arange(share, dtype=np.uint64), splitmix64(state + i)) / 2**64)
-        / share
-        for i, share in enumerate(shares)
-    ]
-    order = np.argsort(np.concatenate(when), kind="stable")
-    parts = np.repeat(np.arange(len(shares)), shares)[order]
-    return parts, np.concatenate([np.arange(share) for share in shares])[order]
-
-
 class Loader(Stream):
     """Shuffled batches of packed sequences; no state, so every step can be asked for in any
     order.
+
+    Args:
+        stages: first positions and shares of all parts (`PartSchedule`); none: those that the parts
+            have.
     """
 
-    def __init__(self, tokens: TokenArray, *, batch_size: int, seq_len: int, seed: int) -> None:
+    def __init__(
+        self,
+        tokens: TokenArray,
+        *,
+        batch_size: int,
+        seq_len: int,
+        seed: int,
+        stages: Sequence[tuple[int, tuple[int, ...]]] = (),
+    ) -> None:
         if batch_size < 1 or seq_len < 1:
             raise ValueError(
                 f"batch_size={batch_size}, seq_len={seq_len}: allowed are whole numbers from 1"
             )
-        self.parts = tokens.parts or (
-            TokenPart(name=tokens.name, first=0, end=len(tokens), share=1),
-        )
+        self.parts = tokens.parts or (TokenPart(name="", first=0, end=len(tokens), share=1),)
         for part in self.parts:
             if part.end - part.first < seq_len + 1:
                 raise ValueError(
-                    f"{part.end - part.first} {part.name} tokens: a sequence needs seq_len+1 = "
-                    f"{seq_len + 1}"
+                    f"{part.end - part.first} {part.name or tokens.name} tokens: a sequence needs "
+                    f"seq_len+1 = {seq_len + 1}"
                 )
         super().__init__(
             name=tokens.name,
@@ -125,41 +106,95 @@ class Loader(Stream):
         )
         self.tokens = tokens
         self.all_scored = tokens.scored is None
-        if tokens.parts:
-            self.repeated = "the part shown most"
         self.seed = seed
-        self._cycle_parts, self._cycle_turns = _turns([part.share for part in self.parts], seed)
+        self.sequences = [(part.end - part.first - 1) // seq_len for part in self.parts]
+        self.stages = stages or [(0, tuple(part.share for part in self.parts))]
+        self.schedule = PartSchedule(self.stages, seed)
+
+    def _again(self, **settings: Any) -> "Loader":
+        """The same batches, but for some settings."""
+        names = ("tokens", "batch_size", "seq_len", "seed", "stages")
+        return Loader(**{**{name: getattr(self, name) for name in names}, **settings})
 
     def with_seed(self, seed: int) -> "Loader":
         """The same batches in another order."""
-        return Loader(self.tokens, batch_size=self.batch_size, seq_len=self.seq_len, seed=seed)
+        return self._again(seed=seed)
 
-    @property
-    def sequences(self) -> list[int]:
-        """The number of sequences of each part."""
-        return [(part.end - part.first - 1) // self.seq_len for part in self.parts]
+    def by_part(self) -> dict[str, "Loader"]:
+        """See `Stream.by_part`."""
+        alone = {part.name: (replace(part, share=1),) for part in self.tokens.parts}
+        return {
+            name: self._again(tokens=replace(self.tokens, parts=parts), stages=())
+            for name, parts in alone.items()
+        }
+
+    def lasting(self, steps: int, begun: int = 0) -> "Loader":
+        """See `Stream.lasting`.
+
+        Raises:
+            DataError: stages are not in order, or a part is too small for them.
+        """
+        stages = [(0, tuple(part.share for part in self.parts))]
+        last = -1
+        for number, (start, shares) in enumerate(self.tokens.stages):
+            step = start if isinstance(start, int) else round(start * steps)
+            if step <= last:
+                raise DataError(
+                    f"data.stages[{number}].start={start} is step {step}, and the stage "
+                    f"before it begins at step {last}: each begins later than the one before"
+                )
+            if step >= steps:
+                _log.warning(
+                    "data.stages[%d] never begins: its first step would be %d of a run of %d",
+                    number,
+                    step,
+                    steps,
+                )
+            last = step
+            if step <= begun:
+                stages = []
+            stages.append((max(step - begun, 0) * self.batch_size, shares))
+        loader = self._again(stages=stages)
+        for number, (part, n) in enumerate(zip(self.tokens.parts, self.sequences, strict=False)):
+            most = self.batch_size * max(shares[number] / sum(shares) for _, shares in stages)
+            if n < most:
+                raise DataError(
+                    f"data.parts.{part.name} has {n:,} training sequences, and a batch takes "
+                    f"{most:.4g} of it: give it more data or less weight, or choose a smaller "
+                    "train.batch_size"
+                )
+            end = begun + loader.schedule.position(number, part.most(n)) // self.batch_size
+            if end < steps:
+                raise _exhausted(part, n, f"at step {end}")
+        return loader
 
     @cached_property
     def fresh(self) -> int:
         """Sequences before any is shown again."""
-        fresh = []
-        for number, (part, n) in enumerate(zip(self.parts, self.sequences, strict=True)):
-            cycles, turn = divmod(n, part.share)
-            fresh.append(
-                cycles * len(self._cycle_parts)
-                + int(np.flatnonzero(self._cycle_parts == number)[turn])
-            )
-        return min(fresh)
+        return min(self.schedule.position(part, n) for part, n in enumerate(self.sequences))
+
+    def drawn(self, position: int) -> dict[str, list[float]]:
+        """See `Stream.drawn`."""
+        shares = self.schedule.stage(max(position - 1, 0)).shares
+        passes = self.schedule.stage(position).taken(position) / self.sequences
+        both = np.stack((shares / shares.sum(), passes), axis=1).tolist()
+        return {part.name: pair for part, pair in zip(self.tokens.parts, both, strict=False)}
+
+    def passes(self, batches: int) -> str:
+        """See `Stream.passes`."""
+        drawn = self.drawn(batches * self.batch_size)
+        parts = [f"{shown_passes(passes)} of {name}" for name, (_, passes) in drawn.items()]
+        return f"passes: {', '.join(parts)}" if parts else super().passes(batches)
 
     def starts(self, first: int, count: int) -> npt.NDArray[np.int64]:
         """The places at which the sequences at positions first … first+count-1 of the run begin."""
-        positions = np.arange(first, first + count, dtype=np.int64)
-        cycles, turns = np.divmod(positions, len(self._cycle_parts))
-        parts_at = self._cycle_parts[turns]
+        parts_at, numbers = self.schedule.at(first, count)
         starts = np.empty(count, dtype=np.int64)
         for number, (part, n) in enumerate(zip(self.parts, self.sequences, strict=True)):
             at = np.flatnonzero(parts_at == number)
-            epochs, places = np.divmod(cycles[at] * part.share + self._cycle_turns[turns[at]], n)
+            if (numbers[at] >= part.most(n)).any():
+                raise _exhausted(part, n, "before the run ends, as batches were skipped")
+            epochs, places = np.divmod(numbers[at], n)
             if number:
                 seed = splitmix64(self.seed & MASK64) + number
             else:
@@ -173,6 +208,9 @@ class Loader(Stream):
     def rows(self, first: int, count: int) -> Rows:
         """Inputs and targets, int64 [count, T] each, of positions first … first+count-1 of the
         run.
+
+        Raises:
+            DataError: a part is exhausted, or holds ids that the vocabulary lacks.
         """
         T = self.seq_len
         rows_BT1 = np.empty((count, T + 1), dtype=np.int64)  # first of all: too many rows end here
@@ -213,6 +251,15 @@ class Loader(Stream):
         """See `Stream.place`."""
         path = getattr(self.tokens.ids, "filename", None)
         return super().place + ("" if path is None else f" of {path}")
+
+
+def _exhausted(part: TokenPart, sequences: int, when: str) -> DataError:
+    return DataError(
+        f"data.parts.{part.name} is exhausted {when}: it has {sequences:,} training sequences, and "
+        f"data.parts.{part.name}.epochs={part.epochs:g} bounds how often each is shown. Raise "
+        "epochs, lower its weight, train fewer steps, or let a stage without it begin by then "
+        "(data.stages)"
+    )
 
 
 class _Share(NamedTuple):
@@ -317,17 +364,25 @@ class RunRows:
 
     Args:
         fingerprint: checksum of all data.
+        begun: the first batch of these data, counted from the run's beginning.
     """
 
     def __init__(
-        self, training: Stream, validation: Stream, fingerprint: str, device: torch.device
+        self,
+        training: Stream,
+        validation: Stream,
+        fingerprint: str,
+        device: torch.device,
+        begun: int = 0,
     ) -> None:
         self.training = training
         self.validation = validation
         self.fingerprint = fingerprint
+        self.begun = begun
+        self.validation_parts = validation.by_part()
         self.feed = Feed(training, device)
 
     def with_seed(self, seed: int) -> "RunRows":
         """The same data, of which a run with another seed learns."""
         training = self.training.with_seed(seed)
-        return RunRows(training, self.validation, self.fingerprint, self.feed.device)
+        return RunRows(training, self.validation, self.fingerprint, self.feed.device, self.begun)

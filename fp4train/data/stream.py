@@ -20,6 +20,11 @@ ENDLESS = 1 << 62
 """Rows of a stream whose length nobody knows."""
 
 
+def shown_passes(times: float) -> str:
+    """A number of passes in few digits."""
+    return f"{times:.2g}" if times < 10 else f"{times:,.0f}"
+
+
 class Stream(ABC):
     """The rows of a source, each of `seq_len` tokens.
 
@@ -30,8 +35,6 @@ class Stream(ABC):
 
     all_scored = True
     """Whether every target counts in the loss."""
-    repeated = "the data"
-    """What is shown again first."""
 
     def __init__(self, *, name: str, vocab_size: int, batch_size: int, seq_len: int) -> None:
         self.name = name
@@ -68,6 +71,22 @@ class Stream(ABC):
         """The same rows in the order of another seed, if the order depends on it."""
         return self
 
+    def lasting(self, steps: int, begun: int = 0) -> "Stream":
+        """The same rows in a run of so many steps, whose first batch is that of step `begun`: what
+        depends on the length of the run is settled.
+        """
+        return self
+
+    def by_part(self) -> "Mapping[str, Stream]":
+        """The rows of each part of a mixture alone, by its name; empty: there are no parts."""
+        return {}
+
+    def drawn(self, position: int) -> dict[str, list[float]]:
+        """Part of a mixture → [its share of the rows just before a position, the passes over it
+        until there].
+        """
+        return {}
+
     def scored(self, first: int, count: int) -> int:
         """The targets that count of the rows at positions first … first+count-1."""
         return count * self.seq_len
@@ -85,9 +104,8 @@ class Stream(ABC):
 
     def passes(self, batches: int) -> str:
         """How often so many batches show the data, in words; empty: nobody knows."""
-        times = batches * self.batch_size / self.fresh
-        shown = f"{times:.2g}" if times < 10 else f"{times:,.0f}"
-        return f"{shown} passes over {self.repeated}" if self.fresh < ENDLESS else ""
+        shown = shown_passes(batches * self.batch_size / self.fresh)
+        return f"{shown} passes over the data" if self.fresh < ENDLESS else ""
 
     @property
     def batches_per_epoch(self) -> int:

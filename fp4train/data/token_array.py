@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from fp4train.data.stored import Ids, TokenIds, untyped
+from fp4train.data.stream import ENDLESS
 from fp4train.errors import DataError
 
 
@@ -11,13 +12,20 @@ class TokenPart:
     """Neighbouring ids of one source in an array: those at places `first` … `end` - 1.
 
     Args:
-        share: sequences of the part in each cycle (`loader.py`).
+        name: its name among the parts; empty: it is all there is.
+        share: sequences of the part in each cycle (`schedule.py`).
+        epochs: most times that each sequence is shown; None: any number.
     """
 
     name: str
     first: int
     end: int
     share: int
+    epochs: float | None = None
+
+    def most(self, sequences: int) -> int:
+        """The sequences that it gives, of so many different ones."""
+        return ENDLESS if self.epochs is None else int(self.epochs * sequences)
 
 
 @dataclass(frozen=True)
@@ -27,7 +35,8 @@ class TokenArray:
     `scored` says of each id whether it counts in the loss, not 0 or 0; None: all do. `inner_ends`
     says of each whether it is the id that ends a document and yet ends none, as after a turn of a
     conversation; None: there is no such id. Sequences are taken of each of `parts`; where there are
-    none, of the whole array.
+    none, of the whole array; `stages` say from when on the shares of the parts are others: a step
+    (integer) or a share of the run.
     """
 
     ids: TokenIds
@@ -36,6 +45,7 @@ class TokenArray:
     scored: TokenIds | None = None
     inner_ends: TokenIds | None = None
     parts: tuple[TokenPart, ...] = ()
+    stages: tuple[tuple[int | float, tuple[int, ...]], ...] = ()
 
     def __len__(self) -> int:
         return len(self.ids)

@@ -149,7 +149,7 @@ def build(origin: Origin, world: World | None = None) -> Run:
                 if place != directory:
                     stack.enter_context(run_directory.folder_aside(directory, FOLDERS))
                 origin.fill(place)
-        run = assemble(config, place, timeline, world, draws=origin.draws)
+        run = assemble(config, place, timeline, world, draws=origin.draws, begun=origin.data_begun)
         with world.same_outcome():
             if config.train.cuda_graph:
                 run.runner = recorded(run)
@@ -179,12 +179,19 @@ def _warn(run: Run, *, begins: bool) -> None:
 
 
 def assemble(
-    config: Config, place: Path, timeline: Timeline, world: World, *, draws: bool = True
+    config: Config,
+    place: Path,
+    timeline: Timeline,
+    world: World,
+    *,
+    draws: bool = True,
+    begun: int = 0,
 ) -> Run:
     """A run at step 0 that no file knows of yet but its tokenizer's, in `place`.
 
     Args:
         draws: whether it needs its initial weights; the caller loads others if not.
+        begun: first batch of the data (`RunRows`).
 
     Raises:
         UserError: data, model or plan are not possible.
@@ -208,7 +215,8 @@ def assemble(
         else:
             cut = stage_cut(model, config, layers)
         batch = {"batch_size": config.train.batch_size, "seq_len": config.train.seq_len}
-        train_data = data.training(**batch, seed=config.run.seed)
+        train_data = data.training(**batch, seed=config.run.seed + begun)
+        train_data = train_data.lasting(config.train.steps, begun)
         val_data = data.validation(**batch)
     _let_layers_add(model, config, mesh.data)
     full_model = model
@@ -226,7 +234,7 @@ def assemble(
         config=config,
         model=model,
         optimizer=optimizer,
-        data=RunRows(train_data, val_data, data.fingerprint, world.device),
+        data=RunRows(train_data, val_data, data.fingerprint, world.device, begun),
         course=Course(timeline, plan),
         record=RunRecord.empty(Folder.open(config.run.dir, create=True)),
         built_groups=group_values(optimizer),

@@ -6,11 +6,12 @@ resolves once.
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 
 from fp4train.data.passes import Passes
+from fp4train.data.stream import Stream
 from fp4train.parallel.weights import replaced
 from fp4train.precision import Recipe
 from fp4train.precision.plan import PlannedStretch
@@ -26,11 +27,14 @@ _log = logging.getLogger(__name__)
 
 def evaluate(run: Run, stretch: PlannedStretch) -> Values:
     """Validation loss in high precision and, beside it, in the recipe of `stretch`; of the weights,
-    and of what the run keeps beside them as weights.
+    and of what the run keeps beside them as weights. Of each part of a mixture that in high
+    precision.
     """
-    high, in_recipe = _means(run, stretch)
+    parts = run.data.validation_parts
+    high, in_recipe, *of_parts = _means(run, stretch, parts.values())
     _log.info("step %d: validation loss %.4f, in the recipe %.4f", run.step, high, in_recipe)
     values: Values = {"val/loss": high, "val/loss_recipe": in_recipe}
+    values |= {f"val/loss/{name}": loss for name, loss in zip(parts, of_parts, strict=True)}
     for state in run.states:
         if (weights := state.weights()) is None:
             continue
@@ -40,25 +44,30 @@ def evaluate(run: Run, stretch: PlannedStretch) -> Values:
     return values
 
 
-def _means(run: Run, stretch: PlannedStretch) -> tuple[float, float]:
+def _means(run: Run, stretch: PlannedStretch, parts: Iterable[Stream] = ()) -> list[float]:
     """The mean losses of `microbatch_losses`."""
-    high, in_recipe = microbatch_losses(run, stretch)
-    return sum(high) / len(high), sum(in_recipe) / len(in_recipe)
+    return [sum(losses) / len(losses) for losses in microbatch_losses(run, stretch, parts)]
 
 
-def microbatch_losses(run: Run, stretch: PlannedStretch) -> tuple[list[float], list[float]]:
+def microbatch_losses(
+    run: Run, stretch: PlannedStretch, parts: Iterable[Stream] = ()
+) -> list[list[float]]:
     """The loss of each pass over the validation sequences, times its weight (`Passes.weight`), in
-    high precision, and in the recipe of `stretch`, whose plan the layers have afterwards.
+    high precision, in the recipe of `stretch`, whose plan the layers have afterwards, and in high
+    precision on each of `parts`.
     """
     high = run.course.in_high_precision(stretch)
-    losses = []
+    validation = run.data.validation
     run.model.eval()
     with torch.no_grad():
-        for evaluated in (stretch,) if high is stretch else (high, stretch):
-            run.apply(evaluated)
-            losses.append(_losses(run, evaluated.recipe))
+        run.apply(high)
+        in_high, *of_parts = (_losses(run, high.recipe, rows) for rows in (validation, *parts))
+        in_recipe = in_high
+        if high is not stretch:
+            run.apply(stretch)
+            in_recipe = _losses(run, stretch.recipe, validation)
     run.model.train()
-    return losses[0], losses[-1]
+    return [in_high, in_recipe, *of_parts]
 
 
 def check_evaluation(run: Run, values: Mapping[str, float | str], recipe: str) -> None:
@@ -73,14 +82,14 @@ def check_evaluation(run: Run, values: Mapping[str, float | str], recipe: str) -
             raise NonFiniteError(run.step, what, value, where, recipe, of_state=True)
 
 
-def _losses(run: Run, recipe: Recipe) -> list[float]:
-    """The weighted losses of all passes, each computed by one rank.
+def _losses(run: Run, recipe: Recipe, stream: Stream) -> list[float]:
+    """The weighted losses of all passes over `stream`, each computed by one rank.
 
     In one order on every rank, so that their sum does not depend on how many there are. A rank that
     has no pass left repeats one, so that all take part in what the ranks do together.
     """
     batches = run.config.eval.batches
-    passes = Passes(loader=run.data.validation, rows=run.microbatch_rows, batches=batches)
+    passes = Passes(loader=stream, rows=run.microbatch_rows, batches=batches)
     count = len(passes.parts)
     mesh = run.world.mesh
     own_losses = torch.zeros(math.ceil(count / mesh.data) * mesh.data, device=run.device)

@@ -73,7 +73,13 @@ def find_origin(command: Command, world: World) -> Origin:
             check_cut(config, world.mesh)  # before weights are read, which takes long
             return new_origin(command, world.ranks)
     kind = Resume if start.run.resolve() == config.run.dir.resolve() else Branched
-    return kind(config=config, cfg=command.cfg, checkpoint=start, swap=command.swap)
+    return kind(
+        config=config,
+        cfg=command.cfg,
+        checkpoint=start,
+        swap=command.swap,
+        other_data="data" in command.named and kind is Branched,
+    )
 
 
 def new_origin(command: Command, ranks: CheckpointGroup = ALONE) -> Origin:
@@ -180,7 +186,8 @@ def find_source(command: Command) -> Path | None:
             )
     if source is None:
         return None
-    check_source(source, command.cfg, command.saved)
+    other_data = "data" in command.named and source.resolve() != directory.resolve()
+    check_source(source, command.cfg, command.saved, other_data=other_data)
     if not _has_checkpoints(source):
         raise UserError(f"resume={config.resume}: the run has no checkpoint yet")
     return source
@@ -214,31 +221,41 @@ def _has_checkpoints(run: Path) -> bool:
 
 
 def check_source(
-    source: Path, cfg: DictConfig, saved_config: Mapping[str, Any] | None = None
+    source: Path,
+    cfg: DictConfig,
+    saved_config: Mapping[str, Any] | None = None,
+    *,
+    other_data: bool = False,
 ) -> None:
     """Refuse a configuration that is not one of the run in `source` with changes that a resume
     allows.
 
     Args:
         saved_config: the saved configuration of `source`; None: it is read here.
+        other_data: whether the data may be others.
 
     Raises:
         UserError: it would be another run, or the saved configuration was edited to be one.
     """
     if saved_config is None:
         saved_config = plain(run_directory.read_config(source))
-    _check_same(saved_config, cfg, source, resuming=True)
+    _check_same(saved_config, cfg, source, resuming=True, besides="data" if other_data else "")
 
 
-def _check_same(saved: Mapping[str, Any], cfg: DictConfig, run: Path, *, resuming: bool) -> None:
+def _check_same(
+    saved: Mapping[str, Any], cfg: DictConfig, run: Path, *, resuming: bool, besides: str = ""
+) -> None:
     """Refuse where `cfg` differs from the configuration of `run` by more than may change, or that
     was edited.
 
     A missing key counts as its class's default: options that are newer than a saved run did not
     change it.
+
+    Args:
+        besides: a section that may differ besides.
     """
     use = MayDiffer.RESUMED if resuming else MayDiffer.REPEATED
-    allowed = differing_keys(plain(cfg), Config, use)
+    allowed = [*differing_keys(plain(cfg), Config, use), *([besides] if besides else [])]
     gone = set(unknown_keys(saved, Config))
     differences = {
         key: values

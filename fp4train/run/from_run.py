@@ -15,6 +15,7 @@ from fp4train.config.unknown import unknown_key
 from fp4train.data.source import planned_vocab_size
 from fp4train.data.tokens import TokenizerConfig
 from fp4train.errors import UserError
+from fp4train.keys import in_sections
 from fp4train.models import Architecture
 from fp4train.models.weightless import build_weightless
 from fp4train.run.record import directory as run_directory, journal
@@ -57,16 +58,24 @@ def with_run(cfg: DictConfig, saved: Mapping[str, Any], changed: Sequence[str]) 
             for key in changed:
                 if key.startswith("model.") and not take_over(combined, cfg, key):
                     raise unknown_key(key, list(keys(plain(combined))))
-        if isinstance(saved.get("data"), dict):
-            section = saved["data"].get("tokenizer")
-        else:
-            section = None
-        named = any(key == "data.tokenizer" or key.startswith("data.tokenizer.") for key in changed)
+        section = tokenizer_section(saved)
+        named = names_tokenizer(changed)
         if section and "tokenizer" in combined.data and not named and not _names_paths(section):
             combined.data.tokenizer = section
         elif named and _kind(section) not in ("", _kind(plain(combined)["data"].get("tokenizer"))):
             warn_of_other_tokens(str(cfg.init))
     return combined
+
+
+def tokenizer_section(saved: Mapping[str, Any]) -> Any:
+    """The section `data.tokenizer` of a saved configuration; None: it has none."""
+    data = saved.get("data")
+    return data.get("tokenizer") if isinstance(data, dict) else None
+
+
+def names_tokenizer(changed: Sequence[str]) -> bool:
+    """Whether the keys of a command name a tokenizer."""
+    return any(in_sections(key, ["data.tokenizer"]) for key in changed)
 
 
 def _kind(section: Any) -> str:

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from fp4train.companion import RunCompanion
 from fp4train.config import Config
+from fp4train.data.mixture import Mixture
 from fp4train.measure.statistics import NAMES, RAW, Measured, WatchedLayers, watch as watch_operands
 from fp4train.nn.called import check_called
 from fp4train.nn.planned import PlannedLayer
@@ -66,6 +67,30 @@ class CalledLayers(RunCompanion):
                 called,
                 lambda layer: id(layer.weight) in trained,
             )
+
+
+class PartShares(RunCompanion):
+    """Logs what a mixture shows: the shares of its parts, where a stage begins and with each
+    evaluation, which has the passes over them as well.
+    """
+
+    @classmethod
+    def used(cls, config: Config) -> bool:
+        """Whether the data of the configuration have parts."""
+        return isinstance(config.data, Mixture)
+
+    def before_step(self, run: Run) -> None:
+        before, after = (
+            {name: round(share, 4) for name, (share, _) in run.drawn(rows).items() if share}
+            for rows in (0, 1)
+        )
+        if before != after:
+            _log.info("step %d: shares of the data: %s", run.step, after)
+            run.record.tracker.log_event(run.step, "stage", after)
+
+    def after_evaluation(self, run: Run, values: Values) -> None:
+        for name, (share, passes) in run.drawn().items():
+            values |= {f"data/share/{name}": share, f"data/passes/{name}": passes}
 
 
 class OperandStatistics(RunCompanion):

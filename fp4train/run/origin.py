@@ -18,8 +18,9 @@ from typing import Any, ClassVar
 from omegaconf import DictConfig
 
 from fp4train import checkpoint
-from fp4train.checkpoint import GOOD, Checkpoint
+from fp4train.checkpoint import GOOD, Checkpoint, unflatten
 from fp4train.config import Config, plain
+from fp4train.config.binding import bind
 from fp4train.errors import UserError
 from fp4train.precision import Timeline
 from fp4train.precision.report import table
@@ -38,9 +39,9 @@ from fp4train.run.record.trust import (
     lost_records,
     write_config,
 )
-from fp4train.run.run import Run
+from fp4train.run.run import Run, data_begun
 from fp4train.run.supervise.divergence import take_over
-from fp4train.run.supervise.loss_history import Rewind
+from fp4train.run.supervise.loss_history import HISTORY, Divergence, Rewind
 from fp4train.run.timeline import build_timeline, with_swap
 from fp4train.text import printable
 from fp4train.track import mend, start_tracker
@@ -99,6 +100,11 @@ class Origin(ABC):
         if self.config.run.overwrite:
             return None
         return run_directory.identity(self.config.run.dir)
+
+    @property
+    def data_begun(self) -> int:
+        """The first batch of the data; see `RunRows`."""
+        return 0
 
     @abstractmethod
     def timeline(self, *, mend_records: bool) -> Timeline:
@@ -251,10 +257,12 @@ class Continued(Origin):
     Args:
         checkpoint: the checkpoint.
         swap: the recipe to which the command swaps there; None: none.
+        other_data: whether a branch names data of its own.
     """
 
     checkpoint: Checkpoint
     swap: journal.RecipeChoice | None = None
+    other_data: bool = False
 
     @property
     def resume_step(self) -> int:
@@ -287,8 +295,16 @@ class Continued(Origin):
             return timeline
         return with_swap(timeline, self.new_swap.at(self.resume_step))
 
+    @property
+    def data_begun(self) -> int:
+        if not self.other_data:
+            return data_begun(self.checkpoint)
+        table = unflatten({}, {HISTORY: self.checkpoint.state[HISTORY]})[HISTORY]
+        losses: Divergence = bind(table, Divergence, HISTORY)
+        return self.resume_step + losses.skipped(self.resume_step)
+
     def load(self, run: Run) -> None:
-        run.restore(self.checkpoint)
+        run.restore(self.checkpoint, other_data=self.other_data)
         run.course.plan = run.course.plan.since(run.step)
         recorded = journal.recorded_formats(journal.read_journal(self.source))
         check_formats(run.course.plan, recorded, self.source)
@@ -403,6 +419,10 @@ class Branched(Continued):
                 self.source / run_directory.HISTORY,
                 at,
             )
+        if self.other_data:
+            _log.info("step %d: other data begin, from their first batch on", run.step)
+            values = {**values, "other_data": True}
+            events.append(("other data", {"fingerprint": run.data.fingerprint}))
         return {**values, "event": "branch", "from": str(self.checkpoint.path)}, events
 
 
@@ -418,7 +438,8 @@ def _changes(records: Sequence[Record], cfg: dict[str, Any]) -> dict[str, Any]:
         return {"config": cfg}
     changed = journal.changes(earlier, journal.flat(cfg))
     for key, (old, new) in changed.items():
-        if key not in ("run.name", "run.dir"):
+        replaced = new is None and "data._target_" in changed
+        if key not in ("run.name", "run.dir") and not replaced:
             _log.info("changed: %s: %s → %s", key, old, new)
     return {"changed": changed}
 

@@ -13,6 +13,7 @@ from torch import nn
 
 from fp4train.checkpoint import ALONE
 from fp4train.config import Config
+from fp4train.data.mixture import Mixture
 from fp4train.data.source import RunData, planned_tokenizer, planned_vocab_size
 from fp4train.data.stdlib import Stdlib
 from fp4train.data.token_file import SUFFIXES, Tokens
@@ -63,20 +64,26 @@ def planned_passes(config: Config) -> str:
     """
     data = config.data
     train = config.train
-    named = getattr(data, "path", None) or ()
-    paths = [named] if isinstance(named, str) else named
+    sources: list[object] = [data]
+    if isinstance(data, Mixture):
+        sources = [part.source for part in data.parts.values()]
+    named = [getattr(source, "path", None) or () for source in sources]
+    paths = [path for value in named for path in ([value] if isinstance(value, str) else value)]
+    opened: RunData | None = None
     with suppress(OSError, UserError), tempfile.TemporaryDirectory() as folder:
-        opened: RunData | None = None
         if sum(map(_bytes, paths)) > SMALL:
             return ""
         if isinstance(data, Tokens):
             opened = data.opened(train.seq_len)
-        elif (paths or isinstance(data, Stdlib)) and planned_tokenizer(data) is not None:
+        elif (all(named) or isinstance(data, Stdlib)) and (
+            planned_tokenizer(data) is not None or getattr(data, "tokenizer", data) is None
+        ):
             opened = data.build(Path(folder), train.seq_len, config.run.seed)
         if opened is not None:
             rows = opened.training(batch_size=train.batch_size, seq_len=train.seq_len, seed=0)
-            return rows.passes(train.steps)
-    return ""
+            if config.resume is not None:  # data of its own may begin later: nothing is refused
+                return rows.lasting(train.steps).passes(train.steps)
+    return "" if opened is None else rows.lasting(train.steps).passes(train.steps)
 
 
 def _bytes(named: str) -> int:

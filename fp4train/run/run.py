@@ -16,6 +16,7 @@ from torch import nn
 from fp4train import checkpoint
 from fp4train.audits.bits import bit_sum
 from fp4train.config import Config
+from fp4train.config.binding import bind
 from fp4train.data.loader import RunRows
 from fp4train.errors import UserError
 from fp4train.formats import BF16
@@ -32,12 +33,23 @@ from fp4train.run.queued import StepRunner
 from fp4train.run.record.journal import swaps
 from fp4train.run.record.run_record import RunRecord
 from fp4train.run.state.base import LossScale, PlainState, RunState, orders_of, saved_part
+from fp4train.run.state.numbers import DataPlace
 from fp4train.run.supervise.checkpoints import Checkpoints
 from fp4train.run.supervise.loss_history import LEAST_VOCABULARY, Divergence
 from fp4train.run.teacher import Teacher
 from fp4train.run.timeline import Course
 from fp4train.shards import RowOrder
 from fp4train.text import counted, first_line
+
+DRAWN = "drawn"
+BEGUN = "data_begun"
+"""Keys of a checkpoint's state."""
+
+
+def data_begun(saved: checkpoint.Checkpoint) -> int:
+    """The first batch of the data that a checkpoint was trained on; see `RunRows`."""
+    begun: int = bind(saved.state.get(BEGUN, 0), int, BEGUN)
+    return begun
 
 
 @dataclass
@@ -115,10 +127,15 @@ class Run:
 
     @property
     def batch_index(self) -> int:
-        """The place in the data of the batch of the current step: that of the step, and what was
-        skipped before.
+        """The place in the data of the batch of the current step: that of the step since the data
+        began, and what was skipped before.
         """
-        return self.step + self.divergence.skipped(self.step)
+        return self.step + self.divergence.skipped(self.step) - self.data.begun
+
+    def drawn(self, rows: int = 0) -> dict[str, list[float]]:
+        """`Stream.drawn` of training, so many rows after the beginning of the current batch."""
+        training = self.data.training
+        return training.drawn(self.batch_index * training.batch_size + rows)
 
     @property
     def description(self) -> str:
@@ -137,7 +154,7 @@ class Run:
         else:
             device = str(self.device)
         train = self.config.train
-        passes = self.data.training.passes(train.steps)
+        passes = self.data.training.passes(train.steps - self.data.begun)
         return (
             f"{type(self.config.model).__name__}, {size} parameters; "
             f"{counted(train.steps, 'step')} of {counted(train.step_tokens, 'token')}; "
@@ -247,6 +264,8 @@ class Run:
         journal = self.record.journal
         return {
             **states,
+            BEGUN: self.data.begun,
+            DRAWN: self.drawn(),
             "data": self.data.fingerprint,
             "run": {"id": journal.identity},
             "history": journal.last,
@@ -285,21 +304,23 @@ class Run:
                     "failing, or a disk. Try again, or go on from an older one (resume_step=…)"
                 )
 
-    def restore(self, saved: checkpoint.Checkpoint) -> None:
+    def restore(self, saved: checkpoint.Checkpoint, *, other_data: bool = False) -> None:
         """Go on from a checkpoint.
+
+        Args:
+            other_data: whether the run goes on with other data than it was trained on.
 
         Raises:
             UserError: a tensor of it does not fit, is not finite, or has other bits than were
                 saved, or it was trained on other data or by another teacher.
         """
         self.step = saved.step  # states are checked and loaded for it
+        states = [s for s in self.states if not (other_data and isinstance(s, DataPlace))]
         try:
-            tables = [
-                saved_part(saved, state.key, self.model, self.inventory) for state in self.states
-            ]
-            for state, table in zip(self.states, tables, strict=True):
+            tables = [saved_part(saved, state.key, self.model, self.inventory) for state in states]
+            for state, table in zip(states, tables, strict=True):
                 state.check(table)
-            for state, table in zip(self.states, tables, strict=True):
+            for state, table in zip(states, tables, strict=True):
                 state.load(table)
             data = saved.state["data"]
         except (
@@ -313,11 +334,20 @@ class Run:
         ) as error:
             reason = first_line(error) + (" is missing" if isinstance(error, LookupError) else "")
             raise UserError(f"{saved.path} does not fit this model: {reason}") from error
-        if data != self.data.fingerprint:
+        if data != self.data.fingerprint and not other_data:
             raise UserError(
                 f"{saved.path} was trained on other data (fingerprint {data}, now "
                 f"{self.data.fingerprint}): "
-                "give the run the data that it began with"
+                "give the run the data that it began with, or go on with others as a branch "
+                "(run.name=NEW data=…)"
+            )
+        drawn = self.drawn()
+        if not other_data and saved.state.get(DRAWN, drawn) != drawn:
+            raise UserError(
+                f"{saved.path} was trained in other stages than data.stages has before step "
+                f"{saved.step}: leave those as they were, and change what begins later (a start "
+                "that is a share of the run is another step where train.steps changes: name the "
+                "step)"
             )
         self._check_bits(saved)
         if self.teacher is None:

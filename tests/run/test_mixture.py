@@ -1,29 +1,48 @@
-"""Runs on a mixture of sources, from the command line: resume to the bit, other places, refusals."""
+"""Runs on a mixture of sources, from the command line: resume to the bit, stages, other data, other
+places, refusals.
+"""
 
+import json
 from pathlib import Path
 
+import numpy as np
 import pytest
-from command_line import TINY, Cli, Outcome, StopAt, besides, losses
-from shown import write_shown
+from command_line import TINY, Cli, Outcome, StopAt, besides, lines, losses
+from shown import commands, write_shown
 
 WORDS = (
-    "--config-dir",
-    "mine",
-    "data=blend",
-    "train.steps=4",
-    "checkpoint.every=2",
-    "phases=none",
-    *(f"data.parts.{part}.source.cache_dir=cache" for part in ("prose", "rows")),
+    *("--config-dir", "mine", "data=blend"),
+    *("train.steps=4", "checkpoint.every=2", "eval.every=2", "phases=none"),
 )
+LATER = {
+    "start: 200": "start: 3",
+    "start: 350": "start: 7",
+    "train.steps=400": "train.steps=8",
+    "train.steps=450": "train.steps=10",
+}
+"""What docs/data.md shows, and what a tiny run has."""
+
+
+def short(text: str) -> str:
+    for shown, tiny_one in LATER.items():
+        text = text.replace(shown, tiny_one)
+    return text
 
 
 @pytest.fixture(autouse=True)
 def blend(cli: Cli) -> None:
-    """The files of docs/data.md, and the text that they name."""
+    """The files of docs/data.md, and the data that they name."""
     write_shown(Path(), "data.md")
-    Path("texts").mkdir()
-    Path("texts/a.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 400)
+    file = Path("mine/data/blend.yaml")
+    text = short(file.read_text())
+    for path in ("texts", "rows.jsonl", "train.bin"):
+        text = text.replace(f"path: {path}", f"path: {path}, cache_dir: cache")
+    file.write_text(text)
+    for folder, words in (("texts", "the quick brown fox"), ("more", "jumps over the lazy dog")):
+        Path(folder).mkdir()
+        Path(folder, "a.txt").write_text(f"{words}\n" * 600)
     Path("rows.jsonl").write_text("".join(f'{{"body": "row {i} of many"}}\n' for i in range(4000)))
+    np.random.default_rng(0).integers(0, 257, 9000).astype(np.uint16).tofile("train.bin")
 
 
 def tiny(cli: Cli, *words: str) -> Outcome:
@@ -31,18 +50,81 @@ def tiny(cli: Cli, *words: str) -> Outcome:
     return cli.raw(*besides(TINY, {word.partition("=")[0] for word in words}), *words)
 
 
+@pytest.mark.parametrize("every", [2, 3])
 def test_a_run_on_a_mixture_is_resumed_to_the_bit_wherever_a_part_has_moved(
-    cli: Cli, stop_at: StopAt
+    cli: Cli, stop_at: StopAt, every: int
 ) -> None:
-    assert tiny(cli, "run.name=whole", *WORDS).code == 0
+    words = [*WORDS, f"checkpoint.every={every}"]  # a stage begins at step 3
+    assert tiny(cli, "run.name=whole", *words).code == 0
     stop_at(3)
-    assert tiny(cli, "run.name=cut", *WORDS).code == 137
+    assert tiny(cli, "run.name=cut", *words).code == 137
     stop_at(-1)
     Path("rows.jsonl").rename("moved.jsonl")
     assert cli.raw("resume=runs/cut", "data.parts.rows.source.path=moved.jsonl").code == 0
     assert losses("runs/cut") == losses("runs/whole")
+    evaluated = [line for line in lines("runs/cut") if "val/loss" in line]
+    assert [line["step"] for line in evaluated] == [2, 4]
+    keys = [key for key in evaluated[0] if key.startswith(("val/", "data/"))]
+    whole = [line for line in lines("runs/whole") if "val/loss" in line]
+    assert len(keys) == 2 + 3 * 3
+    assert all([line[key] for line in evaluated] == [line[key] for line in whole] for key in keys)
     refused = cli.raw("resume=runs/cut", "data.parts.rows.weight=2", "train.steps=6")
     assert refused.code == 1 and "data.parts.rows.weight: 1" in refused.message
+
+
+def test_shares_passes_and_the_loss_of_each_source_are_logged(cli: Cli) -> None:
+    planned = cli.raw("plan", *WORDS, "train.seq_len=32", "train.batch_size=4")
+    assert planned.code == 0 and "passes: 0.0072 of packed, 0.0" in planned.out.replace("\n", " ")
+    ended = tiny(cli, "run.name=a", *WORDS)
+    assert ended.code == 0 and "; passes: 0." in ended.out
+    events = [line for line in lines("runs/a") if line.get("event") == "stage"]
+    assert [(line["step"], line["packed"], line["prose"]) for line in events] == [(3, 0.5, 0.5)]
+    early, late = (line for line in lines("runs/a") if "val/loss" in line)
+    for name, share in (("prose", 0.75), ("rows", 0.25), ("packed", 0.0)):
+        assert early[f"data/share/{name}"] == share and early[f"val/loss/{name}"] > 5
+    assert late["data/share/packed"] == 0.5 and late["data/passes/packed"] > 0
+    assert early["val/loss/prose"] != early["val/loss/rows"] != late["val/loss/rows"]
+
+
+def test_stages_to_come_and_other_data_follow_by_the_commands_of_the_page(
+    cli: Cli, stop_at: StopAt
+) -> None:
+    first, later, other = (
+        [short(word) for word in words[1:]]
+        for words in commands("data.md")
+        if "blend" in f"{words}"
+    )
+    assert tiny(cli, *first, "train.steps=4", "checkpoint.every=2", "phases=none").code == 0
+    past = cli.raw("resume=runs/blend", "train.steps=8", "data.stages=[]")
+    assert past.code == 1 and "trained in other stages than data.stages has before" in past.message
+    assert cli.raw(*later).code == 0
+    events = [line for line in lines("runs/blend") if line.get("event") == "stage"]
+    assert [line["step"] for line in events] == [3, 7]
+    sole = [word for word in other if not word.startswith("run.name")]
+    own = cli.raw(*sole, "data.cache_dir=cache")
+    assert own.code == 1 and "belongs to another configuration" in own.message
+    named = cli.raw(*other, "data/tokenizer=bpe")
+    assert named.code == 1 and "keeps the tokenizer of runs/blend; leave it out" in named.message
+    assert cli.raw(*other, "data.cache_dir=cache").code == 0
+    (branch,) = (
+        record
+        for record in map(json.loads, Path("runs/other/history.jsonl").read_text().splitlines())
+        if record["event"] == "branch"
+    )
+    assert branch["other_data"] is True and branch["changed"]["data.path"] == [None, "more"]
+    stop_at(9)
+    cut = [*sole, "run.name=cut", "data.cache_dir=cache", "checkpoint.every=1"]
+    assert cli.raw(*cut).code == 137
+    stop_at(-1)
+    assert cli.raw(*cut).code == 0
+    assert losses("runs/cut") == losses("runs/other") and max(losses("runs/cut")) == 10
+    rows = "data.parts={more:{source:{_target_:fp4train.data.Text,path:more,cache_dir:cache}}}"
+    assert (
+        cli.raw("resume=runs/cut", "run.name=again", "data=mixture", rows, "train.steps=12").code
+        == 0
+    )
+    (late,) = (line for line in lines("runs/again") if line["step"] == 12 and "val/loss" in line)
+    assert late["data/passes/more"] == pytest.approx(8 / 427)
 
 
 def test_a_mixture_is_written_on_the_command_line_too(cli: Cli) -> None:

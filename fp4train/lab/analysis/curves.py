@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 CURVES = "curves.png"
+SHARE = "data/share/"
 SETTLED = 10
 """The axis of gaps leaves out a tenth of the steps at the beginning."""
 ROW = 28
@@ -85,10 +86,13 @@ def curves(groups: Sequence[SeedGroup]) -> Draw:
     run, *others = groups[0].runs
     if others or len(groups) > 1:
         return _over_steps(above, rows, right)
-    losses = Panel(title=loss.title, height=3.9, paint=lambda axes: _own_losses(axes, groups))
+    panels = [Panel(title=loss.title, height=3.9, paint=lambda axes: _own_losses(axes, groups))]
+    if parts := sorted({key for line in run.lines for key in line if key.startswith(SHARE)}):
+        title = "shares of the parts of the data"
+        panels.append(Panel(title=title, height=1.2, paint=lambda axes: _shares(axes, run, parts)))
     keys = {"train/lr": "learning rate", "train/grad_norm": "gradient norm"}
     small = [_small(run, key, title) for key, title in keys.items()]
-    return _over_steps([losses], rows, right, small)
+    return _over_steps(panels, rows, right, small)
 
 
 def _over_steps(
@@ -143,6 +147,12 @@ def _own_losses(axes: Axes, groups: Sequence[SeedGroup]) -> None:
         _line(axes, in_recipe, color=look.QUIET, ls="--", lw=1.2, label=label)
     _losses(axes, groups)
     _mark_events(axes, run)
+
+
+def _shares(axes: Axes, run: History, parts: Sequence[str]) -> None:
+    for index, key in enumerate(parts, start=1):
+        shape = {"label": key.removeprefix(SHARE), "color": look.colour_of(index)}
+        _line(axes, run.series(key), drawstyle="steps-mid", **shape)
 
 
 def _small(history: History, key: str, title: str) -> Panel:

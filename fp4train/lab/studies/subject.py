@@ -35,7 +35,7 @@ from fp4train.run.host import choose_device
 from fp4train.run.initial import open_init
 from fp4train.run.record import directory as run_directory
 from fp4train.run.record.trust import check_belongs
-from fp4train.run.run import Run
+from fp4train.run.run import Run, data_begun
 from fp4train.run.timeline import build_timeline
 
 STUDIES = "studies"
@@ -133,7 +133,8 @@ def open_subject(command: Command, *, fresh: bool = False, optimizer: bool = Fal
     with tempfile.TemporaryDirectory() as place:
         if source is not None:
             run_directory.copy_files(source, Path(place), run_directory.TOKENIZER)
-        run = assemble(config, Path(place), timeline, world)
+        begun = 0 if start is None else data_begun(start)
+        run = assemble(config, Path(place), timeline, world, begun=begun)
     if start is not None:
         run.restore(start)
         run.course.plan = run.course.plan.since(run.step)
