@@ -202,7 +202,7 @@ class WeightGather(ReceivedWeight):
         sent = self.arrived_codes(item, call)
         if sent is None or sent.shard is None:
             return None
-        rows = self.ranks.size * sent.shard.shape[1 if item.column else 0]
+        rows = self.ranks.size * sent.shard.shape[int(item.column)]
         return joined(sent.shard, sent.tensors, rows, columns=item.column)
 
     def arrived_codes(self, item: GatherItem, call: LayerCall) -> SentTensors | None:

@@ -81,14 +81,14 @@ def why_not_cut(spec: QuantSpec, extent: int, *, columns: bool) -> str | None:
             return reason
     if spec.chunks is not None and (reason := why_not_cut(spec.of_chunks, extent, columns=columns)):
         return reason
-    block = spec.block[1 if columns else 0]
+    block = spec.block[int(columns)]
     if block is not None and extent % block:
         return f"a shard of {extent} is not whole blocks of {block}"
     if isinstance(spec.global_scale, tuple) and columns and spec.outer is None:
         rows = spec.scaled_rows
         return f"a shard has part of the columns of {rows} rows that share a scale"
     if spec.extent is not None:
-        outer = spec.extent[1 if columns else 0]
+        outer = spec.extent[int(columns)]
         if outer is not None and extent % outer:
             return f"a shard of {extent} is not whole outer blocks of {outer}"
     if columns and spec.hadamard is not None and extent % spec.hadamard.size:
@@ -103,7 +103,7 @@ def divided_tensors(shard: Quantized, *, columns: bool) -> tuple[Tensor, ...]:
     their first axis is the one that is cut.
     """
     parts = [shard.codes]
-    if shard.spec.block[1 if columns else 0] is not None:
+    if shard.spec.block[int(columns)] is not None:
         parts.append(shard.scales)
     if (
         shard.amax is not None
@@ -146,7 +146,7 @@ def quantised_in_runs(
             run_amax = amax
         else:
             run_amax = amax[start : start + size]
-        run_codes.append(make(x_RC.narrow(1 if columns else 0, start, size), at, run_amax))
+        run_codes.append(make(x_RC.narrow(int(columns), start, size), at, run_amax))
         start += size
     return stacked(run_codes, columns=columns)
 
@@ -195,7 +195,7 @@ def joined(shard: Quantized, tensors: Sequence[Tensor], extent: int, *, columns:
     """
     (rows, cols), pieces = shard.shape, [tensor.T if columns else tensor for tensor in tensors]
     codes = pieces.pop(0)
-    if shard.spec.block[1 if columns else 0] is None:
+    if shard.spec.block[int(columns)] is None:
         scales = shard.scales
     else:
         scales = pieces.pop(0)

@@ -248,5 +248,5 @@ def gathered(part: Quantized, ranks: Ranks, *, along_tokens: bool) -> Quantized:
         piece.reshape(-1, bytes_.shape[1]).contiguous().view(tensor.dtype)
         for piece, bytes_, tensor in zip(pieces, sent, tensors, strict=True)
     ]
-    extent = ranks.size * part.shape[1 if along_tokens else 0]
+    extent = ranks.size * part.shape[int(along_tokens)]
     return joined(part, gathered_tensors, extent, columns=along_tokens).contiguous()
