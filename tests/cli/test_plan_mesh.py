@@ -250,8 +250,14 @@ def test_the_blocks_of_each_stage_are_named(capsys: pytest.CaptureFixture[str]) 
 @pytest.mark.parametrize(
     ("recipe", "said"),
     [
-        ("bf16", "in BF16 (2 B per weight), in which they are multiplied"),
-        ("mxfp8", "as codes and scales (1.03 B per weight), which keep the bits of one rank"),
+        pytest.param(
+            "bf16", "in BF16 (2 B per weight), in which they are multiplied", marks=pytest.mark.long
+        ),
+        pytest.param(
+            "mxfp8",
+            "as codes and scales (1.03 B per weight), which keep the bits of one rank",
+            marks=pytest.mark.long,
+        ),
         (
             "fp8_delayed",
             "in BF16 (2 B per weight), because Transformer Engine enters the amax of the "

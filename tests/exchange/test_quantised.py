@@ -89,7 +89,11 @@ def test_compressed_tensors_dequantises_every_weight_to_our_bits(
 
 
 @pytest.mark.parametrize(
-    "words", [("model.qkv_bias=true", "model.tied=false"), ("model.qk_norm=true",)]
+    "words",
+    [
+        ("model.qkv_bias=true", "model.tied=false"),
+        pytest.param(("model.qk_norm=true",), marks=pytest.mark.long),
+    ],
 )
 def test_biases_norms_of_heads_and_a_head_of_its_own_stay_in_high_precision(
     finished: FinishedRuns, served: Served, tmp_path: Path, words: tuple[str, ...]

@@ -45,7 +45,7 @@ def train(
 
 
 @pytest.mark.parametrize("accumulate", long_but([2], [1, 2]))
-@pytest.mark.parametrize("recipe", ["nvfp4", "fp8_delayed"])
+@pytest.mark.parametrize("recipe", long_but(["fp8_delayed"], ["nvfp4", "fp8_delayed"]))
 def test_it_trains_and_resumes_as_a_plain_loop_does(
     plain: Any, recipe: str, accumulate: int, tmp_path: Path
 ) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from lengths import long_but
 from small_transformers import (
     COOLDOWN,
     PHASES,
@@ -121,7 +122,7 @@ class EMAModel:
             param.data.copy_(c_param.data)
 
 
-@pytest.mark.parametrize("recipe", ["nvfp4", "fp8_delayed"])
+@pytest.mark.parametrize("recipe", long_but(["fp8_delayed"], ["nvfp4", "fp8_delayed"]))
 def test_an_evaluation_of_an_average_is_that_of_its_weights_and_leaves_training_alone(
     recipe: str,
 ) -> None:

@@ -160,14 +160,9 @@ print("equal")
 """
 
 
+@pytest.mark.long
 @needs_triton
-@pytest.mark.parametrize(
-    "cases",
-    [
-        pytest.param(POWERS_OF_TWO, id="roundings", marks=pytest.mark.long),
-        pytest.param(SMALL_ELEMENTS, id="elements"),
-    ],
-)
+@pytest.mark.parametrize("cases", [POWERS_OF_TWO, SMALL_ELEMENTS], ids=["roundings", "elements"])
 def test_scales_have_the_bits_of_the_reference_in_the_interpreter(cases: str) -> None:
     """All roundings to powers of two with and without macro-blocks; elements far below 1."""
     run = interpreted("-c", CASES + cases)

@@ -37,7 +37,11 @@ SWITCH = {"flux_residual": "cooldown_fprop"}
 """Recipes whose source changes them within a run; the default would change any."""
 
 
-@pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: f"{entry.recipe} {entry.source}")
+@pytest.mark.parametrize(
+    "entry",
+    long_but([entry for entry in ENTRIES if entry.recipe in (*SHORT, *SWITCH)], ENTRIES),
+    ids=lambda entry: f"{entry.recipe} {entry.source}",
+)
 def test_the_words_of_an_entry_are_a_command_without_phases_that_its_source_has_not(
     entry: PublishedRecipe,
 ) -> None:

@@ -48,7 +48,7 @@ def test_every_kind_of_folder_that_a_family_reads_is_tried() -> None:
     assert sorted(CONFIGURATIONS) == MODEL_TYPES
 
 
-@pytest.mark.parametrize("kind", long_but(("llama", "mixtral", "nemotron_h"), CONFIGURATIONS))
+@pytest.mark.parametrize("kind", long_but(("llama", "mixtral"), CONFIGURATIONS))
 def test_each_value_of_each_key_is_a_model_or_one_line(kind: str) -> None:
     config = {"model_type": kind, **CONFIGURATIONS[kind]}
     family = family_for(config)

@@ -28,6 +28,18 @@ K = 48
 N = 40
 COUNTS = [5, 0, 17, 33]
 ROWS = sum(COUNTS) + 6
+TELLING = (
+    "averis",
+    "chon",
+    "fp8_block",
+    "fp8_delayed",
+    "mxfp4_backward",
+    "nvfp4_tiles",
+    "tetrajet_v2_outliers",
+)
+"""Of `COVERING`, one of each kind of products: of two terms, cut residuals, histories, parts in high
+precision, scales of tiles, channels apart.
+"""
 
 
 @cache
@@ -109,7 +121,10 @@ def two_steps(
 @pytest.mark.parametrize(
     ("name", "sums"),
     [
-        *((name, True) for name in COVERING),
+        *(
+            pytest.param(name, True, marks=[pytest.mark.long] * (name not in TELLING))
+            for name in COVERING
+        ),
         ("bf16", False),
         ("nvfp4", False),
         ("fp16", False),

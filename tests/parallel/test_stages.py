@@ -47,7 +47,7 @@ def run_of(model: nn.Module, parallel: Parallel, time: int) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("time", long_but([4096], [64, 4096]))
-@pytest.mark.parametrize("family", SMALL_SHAPES)
+@pytest.mark.parametrize("family", long_but(("llama", "hybrid"), SMALL_SHAPES))
 def test_a_run_and_its_plan_divide_blocks_equally(family: str, time: int) -> None:
     model = built(SMALL_SHAPES[family], time)
     layers = find_layers(model).values()

@@ -13,6 +13,7 @@ import pytest
 import torch
 from command_line import Cli, StopAt, losses
 from families import TINY_RUNS, tiny_shape
+from lengths import long_but
 from pretended import Machine
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -204,7 +205,7 @@ class Told(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("family", TINY_RUNS)
+@pytest.mark.parametrize("family", long_but(("llama", "moe"), TINY_RUNS))
 def test_a_step_calls_nothing_that_a_gpu_refuses_or_a_graph_cannot_record(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

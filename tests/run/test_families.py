@@ -29,7 +29,8 @@ def learning() -> Iterator[Any]:
     """Recipes that have all parts between them with experts, whose products are their own; every
     family in NVFP4. The linear layers of the others are those of a llama.
     """
-    yield from (("nvfp4", family) for family in BEYOND_LLAMA)
+    for family in BEYOND_LLAMA:
+        yield pytest.param("nvfp4", family, marks=[pytest.mark.long] * (family == "olmo2"))
     for recipe in COVERING:
         yield pytest.param(recipe, "moe", marks=pytest.mark.long)
 

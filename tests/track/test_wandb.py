@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from lengths import long_but
 from limits import set_limit
 from unused_wandb import forget_wandb
 
@@ -141,7 +142,7 @@ def test_not_logged_in_is_offline_quietly_and_a_resume_continues_the_run(
     assert len(read_metrics(tmp_path / "metrics.jsonl")) == 12
 
 
-@pytest.mark.parametrize("sweep", ["", "sweep01"])
+@pytest.mark.parametrize("sweep", long_but(["sweep01"], ["", "sweep01"]))
 def test_a_resume_opens_the_run_of_wandbs_own_variables_without_them(
     tmp_path: Path,
     wandb_at: Callable[[str | None], None],

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from command_line import Cli, StopAt, losses
+from lengths import long_but
 
 from fp4train.run.record import directory as run_directory
 from fp4train.run.record.directory import SETTLED
@@ -106,7 +107,7 @@ def test_a_saved_option_that_is_no_more_is_named(cli: Cli) -> None:
     assert cli("resume=runs/a", "train.steps=2", *cli.paths).code == 0
 
 
-@pytest.mark.parametrize("key", SETTLED)
+@pytest.mark.parametrize("key", long_but(("audit.repeat", "checkpoint.also"), SETTLED))
 def test_a_key_that_went_is_read_with_the_value_that_every_run_has(cli: Cli, key: str) -> None:
     cli.trained("run.name=a", "train.steps=1")
     path = Path("runs/a/config.yaml")

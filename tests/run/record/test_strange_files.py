@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from command_line import Cli
+from lengths import long_but
 
 KINDS: dict[str, Callable[[Path], object]] = {
     "a folder": lambda path: path.mkdir(),
@@ -52,7 +53,7 @@ def without_privileges() -> Iterator[None]:
     assert libc.capset(header, rights) == 0
 
 
-@pytest.mark.parametrize("kind", ["a pipe", ENDLESS])
+@pytest.mark.parametrize("kind", long_but([ENDLESS], ["a pipe", ENDLESS]))
 def test_a_lock_of_another_kind_is_named_with_what_to_do(cli: Cli, kind: str) -> None:
     run = cli.trained("run.name=a", "train.steps=2")
     put(run / ".lock", kind)

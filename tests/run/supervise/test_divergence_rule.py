@@ -111,7 +111,7 @@ def test_a_loss_that_stays_just_above_its_beginning_after_one_that_was_huge_is_s
 
 
 @pytest.mark.parametrize("kind", FALLING)
-@pytest.mark.parametrize(("runs", "fall"), [(4, 30), pytest.param(20, 200, marks=pytest.mark.long)])
+@pytest.mark.parametrize(("runs", "fall"), [(2, 30), pytest.param(10, 200, marks=pytest.mark.long)])
 def test_falling_losses_raise_no_alarm_in_runs_of_2000_steps(
     kind: str, runs: int, fall: float
 ) -> None:
