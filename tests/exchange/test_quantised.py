@@ -12,7 +12,6 @@ from command_line import STEADY, Cli
 from families import folder_names
 from finished_runs import FinishedRuns
 from hf_exports import FP8_BLOCKS, SHORT, Command, amaxes, module_of, weights
-from lengths import long_but
 from safetensors.torch import load_file, save_file
 from served_loss import transformers_loss
 
@@ -57,10 +56,7 @@ WORDS = {
         "nvfp4 weights alone",
         "mxfp8",
         "fp8_current",
-        *(
-            pytest.param(name, marks=pytest.mark.long)
-            for name in ("nvfp4_four_over_six", "mxfp4", "fp8_row")
-        ),
+        *(name for name in ("nvfp4_four_over_six", "mxfp4", "fp8_row")),
     ],
 )
 def test_compressed_tensors_dequantises_every_weight_to_our_bits(
@@ -258,7 +254,7 @@ def test_modelopts_mxfp8_is_ours(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("recipe", long_but(["fp8_row"], ["fp8_current", "fp8_row"]))
+@pytest.mark.parametrize("recipe", ["fp8_current", "fp8_row"])
 def test_modelopt_decodes_our_fp8(
     finished: FinishedRuns, modelopt: ModuleType, tmp_path: Path, recipe: str
 ) -> None:

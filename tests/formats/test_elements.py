@@ -78,7 +78,14 @@ def test_every_tie_and_its_neighbours_round_to_even(fmt: ElementFormat) -> None:
     )
 
 
-@formats
+@pytest.mark.parametrize(
+    "fmt",
+    [
+        pytest.param(fmt, marks=[pytest.mark.long] * (fmt.name not in ("e2m1", "e5m2")))
+        for fmt in ELEMENT_FORMATS
+    ],
+    ids=lambda fmt: fmt.name,
+)
 @settings(max_examples=150)
 @given(data=st.data())
 def test_any_float32_encodes_as_the_oracle_says(fmt: ElementFormat, data: st.DataObject) -> None:

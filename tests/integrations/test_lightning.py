@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lengths import long_but
 from small_transformers import COOLDOWN, PHASES, POLICY, STEPS, framework, llama, loader, same
 
 from fp4train.errors import UserError
@@ -99,7 +98,7 @@ def test_it_trains_and_resumes_as_a_plain_loop_does(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("recipe", long_but(("nvfp4",), ("nvfp4", "mxfp8", "fp8_delayed")))
+@pytest.mark.parametrize("recipe", ["nvfp4", "mxfp8", "fp8_delayed"])
 def test_a_validation_of_lightnings_average_is_that_of_its_weights_and_leaves_training_alone(
     recipe: str,
 ) -> None:

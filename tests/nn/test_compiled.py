@@ -28,7 +28,7 @@ pytestmark = MARKS
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.long)])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_a_whole_model_is_one_graph_with_the_bits_of_eager_mode_in_every_recipe(
     backend: str,
 ) -> None:

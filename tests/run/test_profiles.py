@@ -41,17 +41,15 @@ def test_a_trace_names_steps_layers_products_and_formats_and_changes_no_bit(cli:
     assert losses("runs/a") == losses("runs/b")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("words", "names"),
     [
-        pytest.param(
-            ["recipe=averis"], ["blocks.0.mlp.up wgrad E2M1xE2M1 emulate"], marks=pytest.mark.long
-        ),
+        (["recipe=averis"], ["blocks.0.mlp.up wgrad E2M1xE2M1 emulate"]),
         (tiny_run("moe"), ["blocks.1.mlp.gate_up wgrad E2M1xE2M1 emulate"]),
-        pytest.param(
+        (
             ["model.recompute=true", "audit.every=1"],
             ["blocks.0.mlp.up forward", "blocks.0.mlp.up dgrad E2M1xE2M1 emulate"],
-            marks=pytest.mark.long,
         ),
     ],
     ids=["two terms", "experts", "recomputed and audited"],

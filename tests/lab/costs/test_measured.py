@@ -45,6 +45,7 @@ def error(model: float, measured: float) -> str:
     return f"{100 * (model / measured - 1):+.0f} %".replace("-", "−")
 
 
+@pytest.mark.long
 def test_measured_steps_are_met_within_5_percent_but_one_and_memory_is_not_underestimated(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -180,6 +180,7 @@ def test_a_fork_has_the_loss_scale_of_its_own_recipes(
     assert scales == expected
 
 
+@pytest.mark.long
 def test_candidates_that_compute_the_same_have_the_same_signature(
     trained: Path, subject: Subject
 ) -> None:

@@ -40,21 +40,17 @@ def held(*options: str) -> Arguments:
     return lambda folder: (*write_held(folder), *options)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "arguments",
     [
         held("train.microbatch=2"),
-        pytest.param(
-            recipe("averis", "model.recompute=true", "train.microbatch=2"), marks=pytest.mark.long
-        ),
-        pytest.param(recipe("chon"), marks=pytest.mark.long),
-        pytest.param(
-            recipe("tetrajet_v2_outliers", *tiny_run("moe"), "train.microbatch=2", *OUTLIERS),
-            marks=pytest.mark.long,
-        ),
-        pytest.param(held(*tiny_run("moe"), "train.microbatch=2"), marks=pytest.mark.long),
-        pytest.param(recipe("averis", *tiny_run("moe")), marks=pytest.mark.long),
-        pytest.param(recipe("flux_residual", *tiny_run("moe")), marks=pytest.mark.long),
+        recipe("averis", "model.recompute=true", "train.microbatch=2"),
+        recipe("chon"),
+        recipe("tetrajet_v2_outliers", *tiny_run("moe"), "train.microbatch=2", *OUTLIERS),
+        held(*tiny_run("moe"), "train.microbatch=2"),
+        recipe("averis", *tiny_run("moe")),
+        recipe("flux_residual", *tiny_run("moe")),
     ],
     ids=[
         "held scales",
