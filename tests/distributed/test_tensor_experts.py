@@ -5,8 +5,6 @@ them see `test_families.py`.
 import json
 from typing import Any
 
-import pytest
-
 Ranks = Any
 PROGRAM = """
 import json
@@ -115,7 +113,6 @@ CASES = [
 ]
 
 
-@pytest.mark.long
 def test_experts_over_two_ranks_are_those_of_one_in_every_bit(ranks: Ranks) -> None:
     """Outputs, all gradients with those of the losses of balance, loads, and histories of amaxes;
     with and without cut tokens; where a rank has no tokens, and where one expert has them all.

@@ -40,7 +40,6 @@ def chat(tmp_path: Path) -> tuple[str, ...]:
     return (*WORDS, f"data.path={path}", f"data.cache_dir={tmp_path / 'cache'}")
 
 
-@pytest.mark.long
 def test_the_loss_of_a_step_is_that_of_its_answers_for_any_microbatches(
     cli: Cli, chat: tuple[str, ...]
 ) -> None:

@@ -80,7 +80,6 @@ def test_a_step_seeds_torchs_generator_by_its_number_and_the_rank(
         assert torch.equal(torch.get_rng_state(), state)
 
 
-@pytest.mark.long
 def test_a_model_with_dropout_resumes_to_the_bit(
     cli: Cli, stop_at: StopAt, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -158,7 +158,6 @@ def test_a_damaged_line_of_the_metrics_does_not_block_a_resume(cli: Cli, stop_at
     assert sorted(losses("runs/a")) == [1, 3, 4, 5, 6]
 
 
-@pytest.mark.long
 def test_metrics_are_not_erased_where_checkpoints_are_gone(cli: Cli) -> None:
     cli.trained("run.name=a", "checkpoint.every=2", *STEADY)
     before = Path("runs/a/metrics.jsonl").read_bytes()

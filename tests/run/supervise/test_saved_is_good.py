@@ -90,7 +90,6 @@ def zeroed(run: Any) -> None:
             parameter.zero_()
 
 
-@pytest.mark.long
 def test_weights_that_tell_nothing_while_the_loss_falls_cost_no_good_checkpoint(
     cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -114,7 +113,6 @@ def test_weights_that_tell_nothing_while_the_loss_falls_cost_no_good_checkpoint(
     assert 40 in steps()
 
 
-@pytest.mark.long
 def test_an_evaluation_whose_loss_is_finite_and_useless_proves_no_checkpoint(
     cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
