@@ -133,12 +133,16 @@ def of_words(words: Sequence[str], verbs: Iterable[str]) -> str:
     """
     flags, asked = _flags_and_words(words)
     groups = overrides.groups(overrides.own_folders(flags))
-    texts = []
+    chosen = dict[str, str]()
     for word in asked:
         name, _, option = word.partition("=")
         group = name.replace(".", "/")
-        chosen = [f"{group}={option}"] if option and group in groups else []
-        texts.append(topics([*flags, *chosen]).topic(word, verbs))
+        if option and group in groups:
+            chosen[word] = f"{group}={option}"
+    texts = []
+    for word in asked:
+        options = [chosen[word]] if word in chosen else chosen.values()
+        texts.append(topics([*flags, *options]).topic(word, verbs))
     return fitted("\n\n".join(texts))
 
 

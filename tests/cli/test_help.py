@@ -231,7 +231,9 @@ def test_help_lists_the_keys_of_a_plugins_option(cli: Cli, tmp_path: Path) -> No
     (tmp_path / "own" / "optim" / "lion.yaml").write_text("_target_: helplab.Lion\n")
     (tmp_path / "own" / "helplab.py").write_text(
         "from dataclasses import dataclass\n@dataclass\nclass Lion:\n"
-        "    betas: float = 0.75\n    def build(self, model): ...\n"
+        "    betas: float = 0.75\n    width: int = 7\n    def build(self, model): ...\n"
     )
-    shown = cli.raw("help", "optim=lion", "plugins=[helplab]", "--config-dir", "own").out
+    named = ("optim=lion", "plugins=[helplab]", "--config-dir", "own")
+    shown = cli.raw("help", *named).out
     assert "optim.betas=0.75" in shown and "plugins" not in shown
+    assert "value   7, with optim=lion" in cli.raw("help", "optim.width", *named).out
