@@ -40,18 +40,14 @@ def main(arguments: list[str]) -> int:
     """Print the table and draw the plot; returns the exit code."""
     line = read_line(arguments, CompareOptions, __doc__)
     out = line.out
-    with_baseline = baseline_first(line.runs, line.baseline)
-    runs = max(line.runs, with_baseline, key=len)
+    runs = max(line.runs, baseline_first(line.runs, line.baseline), key=len)
     if len(runs) < 2 and (not runs or out is None):
         raise UserError(f"compare needs two or more run directories: {line.usage}")
     if out is not None:
         check_out(out, OUTPUTS)
     comparison = compare(runs, quantised_share, line.labels, line.baseline)
     print(fitted(comparison.render(terminal_width())))
-    if out is None:
-        print(comparison.draw(width=line.width))
-    else:
-        print(comparison.write(out, line.width))
+    print(comparison.write(out or runs[0] / "compare.png", line.width))
     return 0
 
 

@@ -61,6 +61,7 @@ def render_mesh(costs: Sequence[StretchOnMesh], width: int) -> str:
         gib=_gib,
         costs=costs,
         first_stretch=columns,
+        misfit=_misfit(cost),
         reached=f"{NVLINK_SHARE:.0%} and {NETWORK_SHARE:.0%}",
         width=width,
     )
@@ -133,7 +134,18 @@ def render_step(on_one_gpu: MeshPlan, plan: Plan, width: int) -> str:
         f"the whole run, {counted(steps, 'step')}: {time_text(seconds)}; "
         f"all in BF16 {time_text(steps * costs[0].seconds)}"
     )
-    return "\n".join([*_step_table([*columns.values()], speeds, width=width), "", whole_run])
+    table = _step_table([*columns.values()], speeds, width=width)
+    return "\n".join([*table, "", whole_run, _misfit(of_stretches[0])]).rstrip()
+
+
+def _misfit(cost: ClusterCost) -> str:
+    """Whether a rank needs more memory than its GPU has; empty: no."""
+    if cost.fits:
+        return ""
+    return (
+        f"does not fit: {_gib(cost.memory.total)} GiB of {_gib(cost.usable)} usable on {cost.gpu}: "
+        "more GPUs or stages, model.recompute=true and optim.moments=bfloat16 take less"
+    )
 
 
 def _step_table(

@@ -40,10 +40,10 @@ def table(jobs: Sequence[SweepJob]) -> str:
             summary = summarise(history, " ".join(words) or "all", None, None)
             histories.append(history)
             summaries.append(summary)
-            recipes[summary.name] = job.config.recipe.name
+            recipes[summary.run] = job.config.recipe.name
         points.append((job, summary))
     losses = [summary.train_loss for summary in summaries]
-    groups = seed_groups(histories, [summary.name for summary in summaries])
+    groups = seed_groups(histories, [summary.run for summary in summaries])
     several = len(groups) < len(histories)
     return screen(
         __package__,

@@ -59,6 +59,17 @@ def test_a_mesh_whose_shards_divide_blocks_is_planned_with_a_note(
     )
 
 
+@pytest.mark.parametrize(("gpu", "said"), [("RTX-5080", True), ("RTX-5090", False)])
+def test_a_plan_of_one_gpu_says_that_it_holds_no_such_run(
+    gpu: str, said: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """1.0 B parameters of 16 bytes, on 16 and on 32 GB."""
+    assert run("plan", "model=llama_1b", "recipe=bf16", "phases=none", f"gpu={gpu}") == 0
+    printed = capsys.readouterr().out
+    assert "the whole run, 300 steps" in printed
+    assert (f"usable on {gpu}: more GPUs" in printed) == said
+
+
 @pytest.mark.parametrize(
     ("keys", "codes", "said"),
     [

@@ -17,10 +17,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from fp4train.errors import UserError
 from fp4train.lab.analysis.curves import curves
 from fp4train.lab.analysis.figure import FIGURES, PICTURE, Draw, check_out, save, write
-from fp4train.lab.analysis.groups import figures_of_groups, loss_of, seed_groups, summarise
+from fp4train.lab.analysis.groups import figures_of_groups, seed_groups, summarise
 from fp4train.lab.analysis.history import (
     NOT_THE_SAME_RUN,
     History,
@@ -32,7 +34,6 @@ from fp4train.lab.analysis.history import (
 from fp4train.run.record.journal import flat
 from fp4train.text import screen
 
-COMPARISON = "compare.png"
 OUTPUTS = (*FIGURES, ".csv", ".json")
 DIFFERING = 12
 """Keys that are listed where configurations differ."""
@@ -63,7 +64,9 @@ class Comparison:
         """Steps over which the training losses of gaps and curves are smoothed at most."""
         losses = [math.nan] * len(histories)
         if self.at is not None:
-            losses = [loss_of(history, *self.at, self.window) for history in histories]
+            key, step = self.at
+            series = [history.loss(key, self.window) for history in histories]
+            losses = [float(losses.at(np.array([step]))[0]) for losses in series]
         self.losses = losses
         """That loss of each run, nats per token."""
         gaps = [
@@ -98,7 +101,7 @@ class Comparison:
             comparison=self,
             windows=[history.series("train/loss").last_window for history in self.histories],
             divergences=[
-                (row.name, *_divergences(history))
+                (row.run, *_divergences(history))
                 for history, row in zip(self.histories, self.rows, strict=True)
             ],
             differing=by_class(self.differing),
@@ -115,11 +118,9 @@ class Comparison:
         """
         check_out(out, OUTPUTS)
         if out.suffix.lower() in FIGURES:
-            return self.draw(out, width)
-        rows = [
-            {"run": row.name, **{k: v for k, v in asdict(row).items() if k != "name"}}
-            for row in self.rows
-        ]
+            save(self.picture(), width or PICTURE, out)
+            return out
+        rows = [asdict(row) for row in self.rows]
         if out.suffix.lower() == ".json":
             document = {
                 "loss": self.at and self.at[0],
@@ -137,16 +138,6 @@ class Comparison:
             text = lines.getvalue()
         write(out, text.encode())
         return out
-
-    def draw(self, out: Path | None = None, width: float | None = None) -> Path:
-        """Draw curves, gap and recipes; to compare.png in the first run directory, or to `out`.
-
-        Raises:
-            UserError: the file cannot be written.
-        """
-        path = Path(out or self.histories[0].path / COMPARISON)
-        save(self.picture(), width or PICTURE, path)
-        return path
 
     @property
     def several_seeds(self) -> bool:
@@ -176,7 +167,19 @@ def compare(
             or there are more or fewer labels.
     """
     histories = [read_history(Path(run)) for run in runs]
-    names = _labelled(histories, labels) if labels else names_of(histories)
+    names = names_of(histories)
+    groups = seed_groups(histories, names)
+    if len(labels) == len(runs):
+        names = list(labels)
+    elif labels and len(labels) != len(groups):
+        raise UserError(
+            f"labels= names {len(labels)} runs of {len(runs)}: give one for each run, or for each "
+            "group of seeds"
+        )
+    else:
+        for group, label in zip(groups, labels, strict=False):
+            for place in group.places:
+                names[place] = label
     reference = baseline or runs[0]
     others = [not history.path.samefile(reference) for history in histories]
     places = sorted(range(len(runs)), key=others.__getitem__)
@@ -190,24 +193,6 @@ def compare(
         )
         raise UserError(f"these runs have no step in common: {ranges}")
     return comparison
-
-
-def _labelled(histories: Sequence[History], labels: Sequence[str]) -> Sequence[str]:
-    """The label of each run, or that of its group of seeds."""
-    if len(labels) == len(histories):
-        return labels
-    groups = [group.places for group in seed_groups(histories, names_of(histories))]
-    if len(labels) != len(groups):
-        raise UserError(
-            f"labels= names {len(labels)} runs of {len(histories)}: give one for each run, or for "
-            "each group of seeds"
-        )
-    return [
-        label
-        for place in range(len(histories))
-        for label, places in zip(labels, groups, strict=True)
-        if place in places
-    ]
 
 
 def _divergences(history: History) -> tuple[int | None, list[int]]:

@@ -173,6 +173,7 @@ class RunSummary:
     """One run. Losses in nats per token; None where a run logged no such thing.
 
     Args:
+        run: its name.
         recipe: recipes in order of appearance.
         quantised: share of the linear layers' multiply-adds that were quantised, over the steps;
             None: not known.
@@ -182,7 +183,7 @@ class RunSummary:
         tokens_per_s: median over the run.
     """
 
-    name: str
+    run: str
     recipe: str
     quantised: float | None
     steps: int
@@ -226,7 +227,7 @@ def summarise(
     speed = history.series("perf/tokens_per_s")
     finite = validation.values[np.isfinite(validation.values)]
     return RunSummary(
-        name=name,
+        run=name,
         recipe=" → ".join(recipe for *_, recipe in history.bands()),
         quantised=quantised,
         steps=history.last_step,
@@ -258,7 +259,7 @@ def figures_of_groups(
         figures.append(
             GroupFigures(
                 name=group.name,
-                runs=tuple(row.name for row in of_group),
+                runs=tuple(row.run for row in of_group),
                 seeds=group.seeds,
                 train_loss=mean_loss(training) if training else None,
                 val_loss=mean_loss(validation) if len(validation) == len(training) else None,
@@ -267,8 +268,3 @@ def figures_of_groups(
             )
         )
     return figures
-
-
-def loss_of(history: History, key: str, step: int, window: int) -> float:
-    """A loss of a run at one of its steps; that of training is smoothed over `window`."""
-    return float(history.loss(key, window).at(np.array([step]))[0])

@@ -98,8 +98,9 @@ def report(run: Run) -> Outcome | None:
     bad = None
     for outcome in run.saver.outcomes():
         if outcome.problem is not None:
-            goes_on = "" if run.step >= run.config.train.steps else "Training goes on; "
-            _log.error("%s %sit is tried again.", outcome.problem, goes_on)
+            goes_on = run.step < run.config.train.steps
+            again = " Training goes on; it is tried again." if goes_on else ""
+            _log.error("%s%s", outcome.problem, again)
             run.record.tracker.log_event(
                 run.step + 1, "checkpoint failed", {"reason": outcome.problem}
             )

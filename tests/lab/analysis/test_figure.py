@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
+from fp4train.errors import UserError
 from fp4train.lab.analysis import PICTURE, new_figure, save
 from fp4train.lab.analysis.figure import (
     COLOURS,
@@ -63,6 +64,8 @@ def test_several_files_have_the_same_picture(tmp_path: Path) -> None:
     save(drawing(2), PICTURE, *paths)
     assert paths[0].read_bytes() == paths[1].read_bytes()
     assert paths[0].read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(UserError, match=r"c\.png cannot be written"):
+        save(drawing(2), PICTURE, paths[0] / "c.png")
 
 
 @pytest.mark.parametrize("highest", [5.2, 80.0, 2e30])
