@@ -54,4 +54,6 @@ def test_importing_a_module_loads_nothing_that_a_user_may_lack_or_not_want() -> 
 def test_no_function_hides_a_package() -> None:
     """`import fp4train.NAME.… as x` would give attributes of the function."""
     specs = [importlib.util.find_spec(f"fp4train.{name}") for name in fp4train.__all__]
-    assert not [spec.name for spec in specs if spec and spec.origin], "a folder without files is none"
+    assert not [spec.name for spec in specs if spec and spec.origin], (
+        "a folder without files is none"
+    )
