@@ -1,5 +1,5 @@
 """The time of each GEMM of a layer: in BF16, as planned, and of quantising its operands: all that a
-recipe adds to its products is counted here, in bytes.
+recipe adds to its products is counted here, in bytes and instructions.
 
 In a step a layer runs three GEMMs and quantises three tensors, each in the forms that its GEMMs
 need (`LayerPlan.sources`):
@@ -10,11 +10,13 @@ need (`LayerPlan.sources`):
 
 A scale that depends on the amax of a row or tensor takes one read of the tensor at the speed of a
 copy. Then one kernel reads the tensor and writes all its forms: codes and scales, or decoded values
-for emulation. In Transformer Engine a Hadamard transform, of whichever GEMM, is a kernel that reads
-for itself. The arithmetic of rounding overlaps with the passes. A GEMM that multiplies the values
-of codes decodes them. Operands of two terms (`precision/terms.py`) take passes of their own
-(`term_bytes`), and products of residuals, which count in fprop. A layer's experts are quantised one
-by one, and multiplied one by one where no call multiplies all.
+for emulation, which keeps x for wgrad as codes and decodes them. fp4train's kernels take as long as
+their bytes at the speed of a copy, or as their instructions (`instructions.py`) if that is longer.
+Transformer Engine's are timed by bytes alone; a Hadamard transform, of whichever GEMM, is a kernel
+there that reads for itself. A GEMM that multiplies the values of codes decodes them. Operands of
+two terms (`precision/terms.py`) take passes of their own (`term_bytes`), and products of residuals,
+which count in fprop. A layer's experts are quantised one by one, and multiplied one by one where no
+call multiplies all.
 """
 
 import math
@@ -25,16 +27,13 @@ from typing import Self
 
 from fp4train.backends import GEMMS, LAYER_BACKENDS
 from fp4train.hardware import Gpu, stored_bytes
-from fp4train.lab.costs.roofline import gemm_seconds, move_seconds
+from fp4train.lab.costs.instructions import issue_seconds, quantising_kernel
+from fp4train.lab.costs.roofline import COPY, LAUNCH, gemm_seconds, move_seconds
 from fp4train.precision.layer_plan import Gemm, LayerPlan
 from fp4train.quantize import QuantSpec
 
 EMULATING = ("emulate", "reference")
 """Backends that use no low-precision tensor cores."""
-
-QUANTISE_SHARE = 0.33
-"""Share of the bandwidth that fp4train's own quantising kernels reach in a step: from steps of
-llama_1b on an H200 in emulated NVFP4 and MXFP8. Transformer Engine's is `Gpu.quantise_share`."""
 
 CENTRED_BYTES = 2 + 4
 RESIDUAL_BYTES = 4 + 2 + 4
@@ -58,30 +57,49 @@ def code_bytes(spec: QuantSpec) -> float:
 
 
 def quantise_seconds(
-    gpu: Gpu, count: int, specs: Collection[QuantSpec], backend: str, *, read: int = 2
+    gpu: Gpu,
+    count: int,
+    specs: Collection[QuantSpec],
+    backend: str,
+    *,
+    read: int = 2,
+    kept: QuantSpec | None = None,
 ) -> float:
     """Time of quantising a tensor of `count` elements into one form per spec.
 
     Args:
         read: bytes per element of the tensor.
+        kept: spec of the form that emulation writes as codes.
     """
     size = decoded_bytes if backend in EMULATING else code_bytes
-    moved = read + sum(size(spec) for spec in specs)
-    share = QUANTISE_SHARE
+    moved = read + sum(map(size, specs))
+    if kept is not None:
+        moved += code_bytes(kept) - size(kept)
+    share = COPY
+    issued = issued_by_amax = 0.0
+    transformed = [spec for spec in specs if spec.hadamard is not None]
     if backend in LAYER_BACKENDS:
         share = gpu.quantise_share
         transforms = {spec.hadamard for spec in specs}
         moved += read * (len(transforms) - 1)
-    seconds = move_seconds(gpu, count * moved, share)
+    else:
+        kernels = map(quantising_kernel, specs)
+        issued = LAUNCH + sum(issue_seconds(gpu, count, kernel) for kernel in kernels) / 2
+        if transformed:
+            stochastic = ", stochastic" if transformed[0].random else ""
+            issued_by_amax = issue_seconds(gpu, count, f"amax{stochastic}")
+    seconds = max(move_seconds(gpu, count * moved, share), issued)
     current = [spec for spec in specs if not spec.earlier_amax]
     if any(spec.global_scale in ("tensor", "row") or None in spec.block for spec in current):
-        seconds += move_seconds(gpu, read * count)
+        seconds += max(move_seconds(gpu, read * count), issued_by_amax)
     return seconds
 
 
 def decode_seconds(gpu: Gpu, count: int, spec: QuantSpec) -> float:
     """Time of making the values of the codes of a tensor of `count` elements."""
-    return move_seconds(gpu, count * (code_bytes(spec) + decoded_bytes(spec)), QUANTISE_SHARE)
+    moved = count * (code_bytes(spec) + decoded_bytes(spec))
+    bits = 4 if spec.format.bits <= 4 else 8
+    return max(move_seconds(gpu, moved), issue_seconds(gpu, count, f"{bits} bits decoded"))
 
 
 def active_experts(plan: LayerPlan, tokens: int) -> int:
@@ -114,11 +132,16 @@ def quantising_seconds(plan: LayerPlan, gpu: Gpu, tokens: int, w_passes: float) 
         calls = 1 if backend in LAYER_BACKENDS else active_experts(plan, tokens)
         count = elements[tensor] // calls
         read = 4 if tensor == "w" else 2
-        shared = quantise_seconds(gpu, count, specs, backend, read=read) / len(coded)
+        kept = None
+        if tensor == "x" and backend in EMULATING and "wgrad" in coded:
+            kept = coded["wgrad"].codes.spec
+        whole = quantise_seconds(gpu, count, specs, backend, read=read, kept=kept)
         for gemm, operand in coded.items():
-            seconds[gemm] += times * calls * shared
-            if operand.values is not None and operand.codes is not None:
+            seconds[gemm] += times * calls * whole / len(coded)
+            if operand.values is not None:
                 seconds[gemm] += times * calls * decode_seconds(gpu, count, operand.codes.spec)
+            elif kept is not None and gemm == "wgrad":
+                seconds[gemm] += calls * decode_seconds(gpu, count, kept)
     return seconds
 
 

@@ -1,5 +1,6 @@
 """The cost model: published points, where quantising pays, and the estimate of a plan."""
 
+import math
 import re
 from dataclasses import replace
 from itertools import pairwise
@@ -8,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from fp4train.hardware import Device, find_gpu, gpus, stored_bytes
-from fp4train.lab.costs import CostEstimate, estimate
+from fp4train.lab.costs import CostEstimate, estimate, instructions
 from fp4train.lab.costs.blocks import saved_bytes
 from fp4train.lab.costs.estimate import StretchCost, break_even
 from fp4train.lab.costs.roofline import COPY, gemm_seconds, move_seconds
@@ -267,16 +268,55 @@ def test_a_product_of_the_values_of_other_codes_decodes_and_keeps_them() -> None
 
 
 @pytest.mark.parametrize("recipe", [MXFP8(), FP8Current()], ids=str)
-def test_native_products_are_those_of_transformer_engine_and_quantised_more_slowly(
-    recipe: Recipe,
+def test_native_products_are_those_of_transformer_engine_whose_kernels_are_timed_by_bytes_alone(
+    recipe: Recipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By fp4train's kernels, which reach two thirds of the share of Transformer Engine's there."""
-    te, native = (
-        price(recipe, "B200", backend=backend).stretches[0] for backend in ("te", "native")
-    )
+    def stretch(backend: str) -> StretchCost:
+        return price(recipe, "B200", backend=backend).stretches[0]
+
+    te, native = stretch("te"), stretch("native")
     assert [row.gemm for row in te.rows] == [row.gemm for row in native.rows]
-    ratio = quantising(native) / quantising(te)
-    assert 1.2 < ratio < 0.5 / 0.33
+    monkeypatch.setattr(instructions, "ISSUE", math.inf)
+    assert quantising(stretch("te")) == quantising(te)
+    assert quantising(stretch("native")) < quantising(native)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "lanes", "nvfp4", "amax"),
+    [("H200", 33.5e12, 49.7, 11.0), ("B300", 37.5e12, 47.1, 10.5), ("A100", 9.75e12, 49.2, 11.0)],
+)
+def test_own_kernels_take_their_bytes_or_their_instructions_whichever_is_longer(
+    gpu: str, lanes: float, nvfp4: float, amax: float
+) -> None:
+    """By the counts of the nearest compute capability: 9.0, 10.0, 8.9."""
+    hardware = find_gpu(gpu)
+    count = 1 << 28
+    issued = 0.76 * lanes / count
+    table = NVFP4().table()
+    forms = specs(table["fprop"].first, table["wgrad"].second)
+    seconds = quantise_seconds(hardware, count, forms, "native")
+    assert seconds == pytest.approx((nvfp4 + amax) / issued, rel=0.005)
+    delayed = specs(FP8Delayed().table()["fprop"].first)
+    seconds = quantise_seconds(H200, count, 2 * delayed, "native")
+    assert seconds == move_seconds(H200, count * 4)
+
+
+def test_emulation_keeps_codes_of_x_and_decodes_them_for_wgrad_of_each_layer() -> None:
+    plan = planned("emulate")
+    count = 8192 * 4096
+    forms = specs(plan.sources["fprop", "x"].spec, plan.sources["wgrad", "x"].spec)
+    together = quantise_seconds(B200, count, forms, "emulate", kept=forms[1])
+    rows = {
+        readers: {
+            row.gemm_name: row for row in layer_costs(replace(plan, readers=readers), B200, 8192, 0)
+        }
+        for readers in ((), ("a", "b"))
+    }
+    alone, shared = (rows[readers]["wgrad"].quantise for readers in rows)
+    assert alone - shared == pytest.approx(together / 4)
+    decoding = decode_seconds(B200, count, forms[1])
+    assert rows[()]["fprop"].quantise == pytest.approx(together / 2)
+    assert shared > decoding
 
 
 def quantising(stretch: StretchCost) -> float:
