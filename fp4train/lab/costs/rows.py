@@ -133,12 +133,12 @@ def quantising_seconds(plan: LayerPlan, gpu: Gpu, tokens: int, w_passes: float) 
         count = elements[tensor] // calls
         read = 4 if tensor == "w" else 2
         kept = None
-        if tensor == "x" and backend in EMULATING and "wgrad" in coded:
-            kept = coded["wgrad"].codes.spec
+        if tensor == "x" and backend in EMULATING:
+            kept = plan.sources["wgrad", "x"].spec
         whole = quantise_seconds(gpu, count, specs, backend, read=read, kept=kept)
         for gemm, operand in coded.items():
             seconds[gemm] += times * calls * whole / len(coded)
-            if operand.values is not None:
+            if operand.values is not None and operand.codes is not None:
                 seconds[gemm] += times * calls * decode_seconds(gpu, count, operand.codes.spec)
             elif kept is not None and gemm == "wgrad":
                 seconds[gemm] += calls * decode_seconds(gpu, count, kept)
