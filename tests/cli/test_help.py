@@ -63,7 +63,13 @@ def commands_of(group: str) -> Iterator[tuple[str, Composed]]:
         yield option, replace(command, cfg=cfg, choices={**command.choices, group: option})
 
 
-@pytest.mark.parametrize("group", own_options())
+@pytest.mark.parametrize(
+    "group",
+    [
+        pytest.param(group, marks=[pytest.mark.long] * (group == "experiment"))
+        for group in own_options()
+    ],
+)
 def test_every_key_of_every_option_has_a_description(group: str) -> None:
     missing = set()
     for option, command in commands_of(group):
