@@ -333,7 +333,8 @@ class Run:
             RecursionError,
         ) as error:
             reason = first_line(error) + (" is missing" if isinstance(error, LookupError) else "")
-            raise UserError(f"{saved.path} does not fit this model: {reason}") from error
+            ids = "; other data need the token ids of the run's own" if other_data else ""
+            raise UserError(f"{saved.path} does not fit this model: {reason}{ids}") from error
         if data != self.data.fingerprint and not other_data:
             raise UserError(
                 f"{saved.path} was trained on other data (fingerprint {data}, now "

@@ -105,6 +105,9 @@ def test_stages_to_come_and_other_data_follow_by_the_commands_of_the_page(
     assert own.code == 1 and "belongs to another configuration" in own.message
     named = cli.raw(*other, "data/tokenizer=bpe")
     assert named.code == 1 and "keeps the tokenizer of runs/blend; leave it out" in named.message
+    ids = ("data=tokens", "data.path=train.bin", "data.vocab_size=999", "run.name=no")
+    misfit = cli.raw("resume=runs/blend", "train.steps=10", *ids)
+    assert misfit.code == 1 and "other data need the token ids of the run's own" in misfit.message
     assert cli.raw(*other, "data.cache_dir=cache").code == 0
     (branch,) = (
         record

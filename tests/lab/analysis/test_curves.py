@@ -63,6 +63,19 @@ def test_a_whole_run_is_drawn_with_its_recipes_and_what_happened(tmp_path: Path)
     ]
 
 
+def test_the_shares_of_a_mixture_are_drawn_under_its_losses(tmp_path: Path) -> None:
+    lines = whole_run()
+    for step, share in ((20, 0.75), (40, 0.75), (60, 0.0)):
+        lines.append({"step": step, "data/share/b": 1 - share, "data/share/a": share})
+    lines.append({"step": 50, "event": "stage", "b": 1.0})
+    figure = compare([write_run(tmp_path / "run", lines)]).picture()(PICTURE)
+    losses, shares = figure.axes[:2]
+    assert "stage" in [text.get_text() for text in losses.texts]
+    assert shares.get_title(loc="left") == "shares of the parts of the data"
+    drawn = {line.get_label(): list(line.get_ydata()) for line in shares.lines[:2]}
+    assert drawn == {"a": [0.75, 0.75, 0.0], "b": [0.25, 0.25, 1.0]}
+
+
 def test_in_a_column_of_a_paper_curves_keep_their_room_and_the_band_of_seeds_a_name(
     tmp_path: Path,
 ) -> None:
