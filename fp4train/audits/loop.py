@@ -28,7 +28,6 @@ from fp4train.audits.settings import due, in_turn
 from fp4train.nn.planned import PlannedLayer
 from fp4train.text import first_line
 
-_NOT_CALLED: Final = "it was not called in training, or outside of f4.autocast, or by torch.compile in high precision"
 _COUNT: Final = "_fp4train_audits"
 """The attribute of a model that counts its audits."""
 
@@ -168,7 +167,10 @@ def _add(name: str, recorder: CallRecorder, report: AuditReport, step: int) -> N
     elif recorder.ended or audited.failures:
         reasons += audited.uncovered
     else:
-        reasons.append(_NOT_CALLED)
+        reasons.append(
+            "it was not called in training, or outside of f4.autocast, or by torch.compile in high "
+            "precision"
+        )
     if not all(record.complete for record in records):
         reasons.append("its backward pass was not seen")
     if reasons:

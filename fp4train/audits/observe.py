@@ -42,10 +42,8 @@ FUSED_ELSEWHERE: Final = "fused scales of weights that other ranks share"
 
 def why_not_observed(executor: type[Executor], plan: LayerPlan) -> str | None:
     """Why calls of an executor of this class with `plan` cannot be observed; None: they can be."""
-    if any(gemm.grouped for gemm in plan.gemms):
+    if issubclass(executor, BackendExperts) or any(gemm.grouped for gemm in plan.gemms):
         return "experts that are multiplied in one call: none has a product of its own"
-    if issubclass(executor, BackendExperts):
-        return "experts that a backend multiplies in one call: none has a product of its own"
     if issubclass(executor, BackendLayer):
         assert plan.layer_backend is not None
         return LAYER_BACKENDS[plan.layer_backend].why_not_shown(plan.table)

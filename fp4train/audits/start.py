@@ -67,13 +67,8 @@ def check_plan(
 def _of_one_weight(plan: LayerPlan) -> LayerPlan:
     """The plan of a layer on one rank; of a group of experts that of one of them."""
     layer = replace(plan.layer, experts=0, per_token=1, cut=None, parts=1, segments=())
-    return replace(
-        plan,
-        layer=layer,
-        fprop=replace(plan.fprop, grouped=False),
-        dgrad=replace(plan.dgrad, grouped=False),
-        wgrad=replace(plan.wgrad, grouped=False),
-    )
+    fprop, dgrad, wgrad = (replace(gemm, grouped=False) for gemm in plan.gemms)
+    return replace(plan, layer=layer, fprop=fprop, dgrad=dgrad, wgrad=wgrad)
 
 
 def _narrowed(features: int) -> int:

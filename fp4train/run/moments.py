@@ -74,9 +74,9 @@ class Companions:
     @contextmanager
     def around_step(self, recipe: Recipe) -> Iterator[None]:
         """The contexts of all companions, the first one outermost, within those of hooks."""
-        hooks_first = sorted(self._that_hear("around_step"), key=lambda c: c not in self._hooks)
+        companions = self._that_hear("around_step")
         with ExitStack() as stack:
-            for companion in hooks_first:
+            for companion in sorted(companions, key=lambda c: c not in self._hooks):
                 if companion in self._hooks:
                     stack.enter_context(self._around(companion, recipe))
                 else:

@@ -33,6 +33,7 @@ from fp4train.run.queued import StepRunner
 from fp4train.run.record.journal import swaps
 from fp4train.run.record.run_record import RunRecord
 from fp4train.run.state.base import LossScale, PlainState, RunState, orders_of, saved_part
+from fp4train.run.state.moments import Moments
 from fp4train.run.state.numbers import DataPlace
 from fp4train.run.supervise.checkpoints import Checkpoints
 from fp4train.run.supervise.loss_history import LEAST_VOCABULARY, Divergence
@@ -290,15 +291,20 @@ class Run:
         no sums are saved.
 
         Raises:
-            UserError: a tensor has other bits.
+            UserError: a tensor has other bits, or a moment is lost.
         """
         sums = saved.state.get(checkpoint.SUMS)
         if self.world.size > 1 or not isinstance(sums, dict):
             return
         tensors, _ = checkpoint.flatten({state.key: state.saved() for state in self.states})
-        for name, tensor in tensors.items():
-            alike = name in saved.tensors and saved.tensors.dtype(name) == tensor.dtype
-            if alike and sums.get(name, total := int(bit_sum(tensor))) != total:
+        for name, total in sums.items():
+            tensor = tensors.get(name)
+            if tensor is None:
+                changed = name.startswith(f"{Moments.key}/")
+            else:
+                alike = name in saved.tensors and saved.tensors.dtype(name) == tensor.dtype
+                changed = alike and int(bit_sum(tensor)) != total
+            if changed:
                 raise UserError(
                     f"{saved.path}: {name} has other bits than it had in the run: memory is "
                     "failing, or a disk. Try again, or go on from an older one (resume_step=…)"

@@ -151,10 +151,10 @@ def alone(run: Run, layer: PlannedLayer) -> bool:
     the model, no other code multiplies it, and no hook on it changes its gradient.
     """
     weight = layer.weight
-    places = [p for _, p in run.model.named_parameters(remove_duplicate=False) if p is weight]
+    places = sum(p is weight for _, p in run.model.named_parameters(remove_duplicate=False))
     hooks = weight._backward_hooks or weight._post_accumulate_grad_hooks
     by_weight = layer.layer.name in getattr(run.model, "by_weight", ())
-    return len(places) == 1 and not (hooks or by_weight)
+    return places == 1 and not (hooks or by_weight)
 
 
 def check_room(layer: PlannedLayer, *, divided: bool) -> None:

@@ -23,6 +23,7 @@ from fp4train import checkpoint
 from fp4train.audits.settings import AuditSettings
 from fp4train.exchange import RecordedResults
 from fp4train.run import step as run_step
+from fp4train.run.state.moments import Moments
 from fp4train.run.state.weights import ModelWeights
 from fp4train.run.supervise import planned_calls, sums as run_sums
 from fp4train.run.supervise.saving import Saver
@@ -206,6 +207,22 @@ def test_a_bit_that_flips_as_a_checkpoint_is_loaded_is_found(
     ended = cli("resume=runs/a", "train.steps=8")
     assert ended.code == 1
     assert "model/embed.weight has other bits than it had in the run" in ended.message
+
+
+def test_moments_that_are_lost_as_a_checkpoint_is_loaded_are_found(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cli.trained("run.name=a", *NVFP4, "audit.sums=1")
+    load = Moments.load
+
+    def losing(state: Moments, saved: Any) -> None:
+        load(state, saved)
+        state.run.optimizer.state.popitem()
+
+    monkeypatch.setattr(Moments, "load", losing)
+    ended = cli("resume=runs/a", "train.steps=8")
+    assert ended.code == 1
+    assert "weight/step has other bits than it had in the run" in ended.message
 
 
 CLEAN = {
