@@ -15,6 +15,7 @@ from fp4train.checkpoint.layout import (
     ALONE as ALONE,
     DOUBT as DOUBT,
     GOOD as GOOD,
+    NAMED as NAMED,
     STATE as STATE,
     SUMS as SUMS,
     WEIGHTS as WEIGHTS,

@@ -31,6 +31,8 @@ MODEL = "model"
 STATE = "state.json"
 GOOD = "good"
 """Key in a state of the newest step that is known to be good."""
+NAMED = "named"
+"""Key in a state of the step that was the good one when the loss last diverged."""
 DOUBT = "doubt"
 """Key in a state of the reason why the checkpoint may be useless; a checkpoint without it is in no
 doubt.

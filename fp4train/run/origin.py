@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 from omegaconf import DictConfig
 
 from fp4train import checkpoint
-from fp4train.checkpoint import GOOD, Checkpoint, unflatten
+from fp4train.checkpoint import GOOD, NAMED, Checkpoint, unflatten
 from fp4train.config import Config, plain
 from fp4train.config.binding import bind
 from fp4train.errors import UserError
@@ -359,6 +359,7 @@ class Resume(Continued):
         super().load(run)
         run.saver.saved = self.resume_step
         run.saver.good = self.checkpoint.state.get(GOOD)  # type: ignore[assignment]
+        run.saver.named = self.checkpoint.state.get(NAMED)  # type: ignore[assignment]
 
     def after_commit(self, run: Run) -> None:
         if self.config.resume_step is not None:

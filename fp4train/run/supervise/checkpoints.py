@@ -34,10 +34,12 @@ class Checkpoints(Protocol):
     Attributes:
         saved: newest step that is written; None: none is.
         good: newest step whose state gave a loss within its past.
+        named: the good one when the loss last diverged.
     """
 
     saved: int | None
     good: int | None
+    named: int | None
 
     def due(self, step: int) -> bool:
         """Whether a checkpoint that failed should be tried again after `step` steps."""

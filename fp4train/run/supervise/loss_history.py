@@ -35,9 +35,10 @@ are a divergence; where the run ends, `PERSIST`. So are as many above 1.2 times 
 the first loss, whatever came before them. Vocabularies below `LEAST_VOCABULARY` are left out.
 
 An evaluation at the end of a run judges its last state. Where its loss fits the curve, and is at most
-1.5 times the evaluation before it, at e, a rise that is no divergence yet was noise of batches.
-Above the limit it is a divergence if it is above 1.5 e and half the way from e to ln V; where there
-is no e, above twice the larger of ln V and the first loss. Above max(1.2 e, e + 0.1) it is one if the losses
+1.5 times the evaluation before it and before the rise, at e, a rise that is no divergence yet was
+noise of batches. It is a divergence if it is above 1.5 e and half the way from e to ln V; where there
+is no e, above the limit and twice the larger of ln V and the first loss, or 0.95 ln V as the last
+loss of a rise after lower ones. Above max(1.2 e, e + 0.1) it is one if the losses
 rose with it: if the median of the last `PERSIST` is above m + max(1.5 s, 0.1 |m|), by those of the past
 that are older than `LASTING`.
 
@@ -118,7 +119,8 @@ class Divergence:
         least: the least loss.
         learned: whether `PERSIST` losses in a row were below `LEARNED` of `uniform`.
         uniform: ln V, the loss of equally likely tokens; 0: losses are not compared with it.
-        evaluated: the loss of the last evaluation, in the recipe; None: there was none.
+        evaluated: the loss of the last evaluation, in the recipe, but for those during a rise; None:
+            there was none.
         fits: whether the last loss fits the curve before it, and shows that its state is good.
         rewinds: how often the run went back to a milestone.
         skips: (step, batches): from that step on, up to the next entry, so many batches of the data
@@ -345,19 +347,22 @@ class Divergence:
     def add_evaluation(self, loss: float, *, ends: bool) -> None:
         """The loss of an evaluation after the last step is known; `ends`: no step is left."""
         earlier = self.evaluated
-        self.evaluated = loss
+        if ends or self.since is None:
+            self.evaluated = loss
         if not ends:
             return
         rises = earlier is not None and loss > 1.5 * earlier
         if self.since is not None and not self.seen and not rises and self.would_fit(loss):
             self._ends(())  # the high losses were those of batches
         if earlier is None:
-            bar = 2 * max(self.uniform, self.first or 0.0)
+            lost = LOST * self.uniform
+            both = self.learned and 0 < self.high < PERSIST and self.recent[-1] > lost
+            bar = max(self.limit, lost if both else 2 * max(self.uniform, self.first or 0.0))
             risen = 0
         else:
             bar = max(1.5 * earlier, (earlier + self.uniform) / 2)
             risen = self._risen_last if loss > max(1.2 * earlier, earlier + LEAST_RISE) else 0
-        if risen or (self.uniform and loss > max(self.limit, bar)):
+        if risen or (self.uniform and loss > bar):
             self.since = self.known - risen if self.since is None else self.since
             self.high = PERSIST
             self.recent = (*self.recent, loss)[-PERSIST:]

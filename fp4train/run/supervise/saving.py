@@ -79,7 +79,7 @@ class Saver:
         self.good: int | None = None
         """The newest step whose state gave a loss within its past."""
         self.named: int | None = None
-        """The good one when the loss last diverged: messages name it, and it stays."""
+        """The good one when the loss last diverged: messages name it, and it stays, also after a resume."""
         self.last: Outcome | None = None
         self._expected: Mapping[str, int] = {}
         """Sums of the coming checkpoint's tensors that were taken before."""
@@ -129,6 +129,8 @@ class Saver:
         if not run.world.stage:
             state["metrics"] = mark(run.record.tracker)  # type: ignore[assignment]
             state[checkpoint.GOOD] = step if proven else self.good
+            if self.named is not None:
+                state[checkpoint.NAMED] = self.named
             if doubt is not None:
                 state[checkpoint.DOUBT] = doubt
         checked = [name for name in tensors if run.must_be_finite(name)]
@@ -209,15 +211,19 @@ class Saver:
         newest = self.saved if self._begun is None else self._begun
 
         def job() -> None:
-            self.named = None if doubt is None else self.good
+            if doubt is not None:
+                self.named = self.good
             place = self.run.record.folder
             is_later = newest is not None and newest >= since
-            if is_later and place.status(run_directory.CHECKPOINTS) is not None:
+            if (
+                self.ranks.first
+                and is_later
+                and place.status(run_directory.CHECKPOINTS) is not None
+            ):
                 with place.folder(run_directory.CHECKPOINTS) as folder:
                     checkpoint.set_doubt(folder, since, doubt, good=self.good)
 
-        if self.ranks.first:
-            self._worker.put(job)
+        self._worker.put(job)
 
     def outcomes(self) -> list[Outcome]:
         """The outcomes since the last call."""

@@ -349,6 +349,35 @@ def test_an_evaluation_at_the_end_judges_by_the_one_before(
     assert found.seen == found.beyond_noise == seen
 
 
+def test_an_evaluation_is_judged_by_the_one_before_also_where_the_first_losses_are_as_high() -> None:
+    """As of a short run that goes on with a rate that is too high for a few steps."""
+    found = Divergence(uniform=math.log(257))
+    for step in range(60):
+        found.add(step, 2.5 + 3 * math.exp(-step / 10))
+    found.add_evaluation(2.5, ends=False)
+    for step, loss in enumerate((2.5, 4.9, 4.75), start=60):
+        found.add(step, loss)
+    found.end()
+    found.add_evaluation(4.77, ends=True)
+    assert found.beyond_noise
+
+
+@pytest.mark.parametrize("risen", [1, 2, 4])
+@pytest.mark.parametrize("evaluations", ["none before", "before", "in each step"])
+def test_weights_that_tell_nothing_in_the_last_steps_are_a_divergence_by_both_losses(
+    risen: int, evaluations: str
+) -> None:
+    found = Divergence(uniform=math.log(257))
+    for step in range(100):
+        loss = 2.5 if 0 < step < 100 - risen else 5.6
+        found.add(step, loss)
+        if evaluations == "in each step" or (evaluations == "before" and step == 50):
+            found.add_evaluation(loss, ends=False)
+    found.end()
+    found.add_evaluation(5.6, ends=True)
+    assert found.beyond_noise and found.measured_from[0] == 2.5
+
+
 @pytest.mark.parametrize("damaged", [5, 10])
 @pytest.mark.parametrize(
     ("rise", "evaluated", "seen"), [(1.5, 1.5, 1), (1.5, 1.1, 0), (1.0, 1.5, 0)]
@@ -359,20 +388,18 @@ def test_damage_within_the_noise_of_the_last_steps_is_seen_where_the_evaluation_
     """An evaluation alone also rises where a model has too few data."""
     for seed in range(20):
         noise = np.random.default_rng(seed).normal(1, 0.15, 150)
-        found = Divergence(uniform=math.log(50_257))
+        found = Divergence(uniform=math.log(50_257), evaluated=2.1)
         for step, loss in enumerate(2.1 * noise):
             found.add(step, loss * (rise if step >= 150 - damaged else 1))
-        for ends, loss in enumerate((2.1, 2.1 * evaluated)):
-            found.add_evaluation(loss, ends=bool(ends))
+        found.add_evaluation(2.1 * evaluated, ends=True)
         assert found.beyond_noise == bool(seen), seed
 
 
 def test_a_high_end_stays_doubtful_where_the_evaluation_rises_too() -> None:
     for evaluations, doubtful in (([1.0, 2.9], True), ([2.8, 2.9], False)):
-        found = Divergence(uniform=math.log(50_257))
+        found = Divergence(uniform=math.log(50_257), evaluated=evaluations[0])
         for step in range(100):
             found.add(step, 3.0)
         found.add(100, 6.0)
-        for ends, loss in enumerate(evaluations):
-            found.add_evaluation(loss, ends=bool(ends))
+        found.add_evaluation(evaluations[1], ends=True)
         assert (found.since is not None) == doubtful and not found.seen

@@ -93,11 +93,14 @@ def test_a_divergence_marks_the_checkpoints_from_its_beginning_and_later_ones_ar
 def test_the_good_checkpoint_that_a_divergence_names_stays_when_the_loss_is_back(
     cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    scaled(monkeypatch, {8: 30, 15: 1 / 30})
+    """Even if one batch is noisy later, and the run is resumed."""
+    scaled(monkeypatch, {8: 30, 15: 1 / 30, 24: 30, 25: 1 / 30})
     ended = cli("run.name=a", *RUN, "train.steps=30", "checkpoint.keep=1")
     assert ended.code == 0 and "The last good checkpoint is that of step 7: go on" in ended.err
     assert "back within its past" in ended.err
     assert steps() == [7, 30]
+    assert cli("resume=runs/a", "train.steps=33").code == 0
+    assert steps() == [7, 33]
 
 
 def test_a_mark_goes_where_the_high_losses_were_but_noise_of_a_batch(
