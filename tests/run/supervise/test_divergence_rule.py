@@ -349,7 +349,9 @@ def test_an_evaluation_at_the_end_judges_by_the_one_before(
     assert found.seen == found.beyond_noise == seen
 
 
-def test_an_evaluation_is_judged_by_the_one_before_also_where_the_first_losses_are_as_high() -> None:
+def test_an_evaluation_is_judged_by_the_one_before_also_where_the_first_losses_are_as_high() -> (
+    None
+):
     """As of a short run that goes on with a rate that is too high for a few steps."""
     found = Divergence(uniform=math.log(257))
     for step in range(60):
