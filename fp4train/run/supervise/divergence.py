@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -213,10 +214,13 @@ def _base(run: Run) -> float:
 def _advice(run: Run) -> str:
     if run.saver.good is None:
         branches = [record for record in run.record.journal.records if record.event == "branch"]
-        start = f" from {branches[-1].values['from']}" if branches else ""
+        start = ""
+        for branch in branches[-1:]:
+            source = Path(branch.values["from"]).parents[1]
+            start = f"resume={source} resume_step={branch.step} run.name={run.directory.name} "
         return (
-            f"No checkpoint of this run is good: start over{start} with a lower optim.lr "
-            "(run.overwrite=true)"
+            "No checkpoint of this run is good: start over with a lower rate "
+            f"({start}optim.lr=… run.overwrite=true)"
         )
     if run.config.train.on_divergence == "rewind":
         skip = ""

@@ -84,7 +84,7 @@ def test_a_run_that_diverges_from_its_start_says_so_and_keeps_its_newest_checkpo
     assert (
         ended.code == 3
         and "far above its past" in ended.message
-        and "lower optim.lr" in ended.message
+        and "lower rate (optim.lr=… run.overwrite=true)" in ended.message
     )
     assert ended.message.startswith("step 6: ")
     assert steps("runs/b") == [4, 7] == sorted(marked("runs/b")), "the state where it stopped, too"
@@ -94,7 +94,9 @@ def test_a_branch_without_a_good_checkpoint_names_the_one_that_it_began_from(cli
     assert cli("run.name=a", *RUN, "train.steps=6").code == 0
     ended = cli("resume=runs/a", "run.name=b", "train.steps=12", "optim.lr=10")
     assert ended.code == 3
-    assert "start over from runs/a/checkpoints/step_00000006 with a lower optim.lr" in ended.err
+    advice = "resume=runs/a resume_step=6 run.name=b optim.lr=… run.overwrite=true"
+    assert f"start over with a lower rate ({advice})" in ended.err
+    assert cli(*advice.replace("…", "0.001").split()).code == 0
 
 
 @pytest.mark.parametrize(
