@@ -37,6 +37,8 @@ CYCLE = 4096
 """Sequences of a cycle, in which every part has its share: the precision of weights."""
 MISSED = 0.011
 """The most that shares which are meant to sum to 1 miss it by: three of .33 do."""
+HEAVIEST = 1e300
+"""The most that a weight is: the sum of all is finite."""
 
 
 SOURCE: Final = WrittenUnder("data")
@@ -44,8 +46,8 @@ SOURCE: Final = WrittenUnder("data")
 
 
 def _check_weight(key: str, weight: float) -> None:
-    if not 0 <= weight < math.inf:
-        raise ValueError(f"{key}={weight}: allowed are finite numbers from 0 on")
+    if not 0 <= weight <= HEAVIEST:
+        raise ValueError(f"{key}={weight}: allowed are numbers from 0 to {HEAVIEST:g}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -80,13 +80,12 @@ class PartShares(RunCompanion):
         return isinstance(config.data, Mixture)
 
     def before_step(self, run: Run) -> None:
-        before, after = (
-            {name: round(share, 4) for name, (share, _) in run.drawn(rows).items() if share}
-            for rows in (0, 1)
-        )
-        if before != after:
-            _log.info("step %d: shares of the data: %s", run.step, after)
-            run.record.tracker.log_event(run.step, "stage", after)
+        if run.begins_stage(run.step):
+            shares = {
+                name: round(share, 4) for name, share in run.shares(run.step).items() if share
+            }
+            _log.info("step %d: shares of the data: %s", run.step, shares)
+            run.record.tracker.log_event(run.step, "stage", {"shares": shares})
 
     def after_evaluation(self, run: Run, values: Values) -> None:
         for name, (share, passes) in run.drawn().items():

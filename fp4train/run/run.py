@@ -131,12 +131,26 @@ class Run:
         """The place in the data of the batch of the current step: that of the step since the data
         began, and what was skipped before.
         """
-        return self.step + self.divergence.skipped(self.step) - self.data.begun
+        return self.batch_of(self.step)
 
-    def drawn(self, rows: int = 0) -> dict[str, list[float]]:
-        """`Stream.drawn` of training, so many rows after the beginning of the current batch."""
+    def batch_of(self, step: int) -> int:
+        """As `batch_index`, of a step."""
+        return step + self.divergence.skipped(step) - self.data.begun
+
+    def drawn(self) -> dict[str, list[float]]:
+        """`Stream.drawn` of training, before the current batch."""
         training = self.data.training
-        return training.drawn(self.batch_index * training.batch_size + rows)
+        return training.drawn(self.batch_index * training.batch_size)
+
+    def shares(self, step: int) -> dict[str, float]:
+        """The shares of the parts of a mixture in the batch of a step, or in their first one."""
+        training = self.data.training
+        first = max(self.batch_of(step), 0) * training.batch_size
+        return {name: share for name, (share, _) in training.drawn(first + 1).items()}
+
+    def begins_stage(self, step: int) -> bool:
+        """Whether a step has other shares of the data than the one before it."""
+        return self.shares(step) != self.shares(step - 1)
 
     @property
     def description(self) -> str:
@@ -328,6 +342,8 @@ class Run:
                 state.check(table)
             for state, table in zip(states, tables, strict=True):
                 state.load(table)
+            if other_data:
+                self.divergence = self.divergence.anew()
             data = saved.state["data"]
         except (
             LookupError,

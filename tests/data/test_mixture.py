@@ -262,11 +262,11 @@ def test_answers_count_and_other_text_counts_whole(texts: dict[str, Text], tmp_p
     assert not bool((targets[~text] >= 0).all()) and bool((targets[~text] >= 0).any())
 
 
-@pytest.mark.parametrize("weight", [-1, float("inf"), float("nan")])
+@pytest.mark.parametrize("weight", [-1, 1e308, float("nan")])
 def test_a_weight_that_is_none_is_refused(texts: dict[str, Text], weight: float) -> None:
-    with pytest.raises(ValueError, match=r"^weight=.*finite numbers from 0 on"):
+    with pytest.raises(ValueError, match=r"^weight=.*numbers from 0 to 1e\+300"):
         mixture(texts, 1, weight)
-    with pytest.raises(ValueError, match=r"^weights\.a=.*finite numbers from 0 on"):
+    with pytest.raises(ValueError, match=r"^weights\.a=.*numbers from 0 to 1e\+300"):
         MixtureStage(start=1, weights={"a": weight})
 
 

@@ -78,7 +78,8 @@ def test_shares_passes_and_the_loss_of_each_source_are_logged(cli: Cli) -> None:
     ended = tiny(cli, "run.name=a", *WORDS)
     assert ended.code == 0 and "; passes: 0." in ended.out
     events = [line for line in lines("runs/a") if line.get("event") == "stage"]
-    assert [(line["step"], line["packed"], line["prose"]) for line in events] == [(3, 0.5, 0.5)]
+    shares = {"packed": 0.5, "prose": 0.5}
+    assert [(line["step"], line["shares"]) for line in events] == [(3, shares)]
     early, late = (line for line in lines("runs/a") if "val/loss" in line)
     for name, share in (("prose", 0.75), ("rows", 0.25), ("packed", 0.0)):
         assert early[f"data/share/{name}"] == share and early[f"val/loss/{name}"] > 5
@@ -138,3 +139,23 @@ def test_a_mixture_is_written_on_the_command_line_too(cli: Cli) -> None:
     assert tiny(cli, "run.name=a", *words).code == 0
     planned = cli.raw("plan", *words)
     assert planned.code == 0
+
+
+def test_harder_data_are_no_divergence(cli: Cli) -> None:
+    for folder, text in (("easy", "a" * 9000), ("hard", "".join(map(chr, range(33, 126))) * 90)):
+        Path(folder).mkdir()
+        Path(folder, "a.txt").write_text(text)
+    part = "{{weight:{},source:{{_target_:fp4train.data.Text,path:{},cache_dir:cache}}}}"
+    parts = f"data.parts={{step:{part.format(1, 'easy')},event:{part.format(0, 'hard')}}}"
+    stages = "data.stages=[{start:20,weights:{event:1}}]"
+    words = ("train.on_divergence=stop", "optim.lr=0.02", "phases=none", "schedule=constant")
+    mixed = tiny(cli, "run.name=a", "data=mixture", parts, stages, "train.steps=30", *words)
+    assert mixed.code == 0, mixed.message
+    (event,) = (line for line in lines("runs/a") if line.get("event") == "stage")
+    assert (event["step"], event["shares"]) == (20, {"event": 1.0})
+    easy = ("data=text", "data.path=easy", "data.cache_dir=cache")
+    assert tiny(cli, "run.name=b", *easy, "train.steps=20", *words).code == 0
+    hard = ("data=text", "data.path=hard", "data.cache_dir=cache", "train.steps=30")
+    assert cli.raw("resume=runs/b", "run.name=c", *hard).code == 0
+    before, after = (losses(f"runs/{run}") for run in ("a", "c"))
+    assert after[26] > 2 * after[20] and before[26] > 2 * before[20]

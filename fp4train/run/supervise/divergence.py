@@ -64,6 +64,8 @@ class FollowedLoss(RunCompanion):
         base = _base(run)
         since = divergence.since
         seen_before = divergence.seen
+        if since is None and run.begins_stage(step.index):
+            divergence = run.divergence = divergence.anew()
         divergence.add(step.index, loss + base)
         ends = number == run.config.train.steps
         if ends:

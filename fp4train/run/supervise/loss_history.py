@@ -155,6 +155,11 @@ class Divergence:
         if not all(0 <= number <= MOST_STEPS for number in numbers):
             raise ValueError(f"skips={self.skips} must be steps and numbers of batches")
 
+    def anew(self) -> Divergence:
+        """The history where other data begin, whose losses are not measured from those before."""
+        kept = {key: getattr(self, key) for key in ("known", "uniform", "rewinds", "skips")}
+        return Divergence(**kept)
+
     @property
     def seen(self) -> bool:
         """Whether the loss has diverged, and is not back."""
