@@ -21,6 +21,7 @@ from fp4train.config.folders import (
     registered_files,
 )
 from fp4train.config.schema import Config
+from fp4train.config.typed import items
 from fp4train.errors import UserError
 from fp4train.text import shortened
 
@@ -95,12 +96,13 @@ def parse(arguments: Sequence[str]) -> list[Override]:
     for word in words:
         try:
             override = parser.parse_override(word)
-        except (HydraException, ValueError) as error:  # ValueError: a number of thousands of digits
-            if not word.startswith("resume="):
+        except ValueError as error:  # a number of thousands of digits
+            raise _refused(word, error) from error
+        except HydraException as error:
+            try:
+                override = parser.parse_override(_as_text(word))
+            except HydraException:
                 raise _refused(word, error) from error
-            # The directories of a sweep have "=" in their names, which Hydra's grammar requires to
-            # be quoted.
-            override = parser.parse_override(quoted("resume", word.removeprefix("resume=")))
         if override.package is not None and not is_hydras(override):
             plain_word = word.replace(f"@{override.package}", "", 1)
             raise UserError(
@@ -108,6 +110,20 @@ def parse(arguments: Sequence[str]) -> list[Override]:
             )
         parsed.append(override)
     return parsed
+
+
+def _as_text(word: str) -> str:
+    """A word that Hydra's grammar does not have, with its texts in quotes: Müller.txt, a(1).txt,
+    [a#b,c]. Sections, interpolations and a ~ that the shell was to replace stay as they are, and so
+    does what has quotes.
+    """
+    key, equals, value = word.partition("=")
+    listed = re.fullmatch(r"\[([^\[\]]*)\]", value)
+    texts = items(listed[1]) if listed else [value]
+    if key != "resume" and any(re.search(r"""^[\[{(~]|\$\{|[,'"]""", text) for text in texts):
+        return word
+    quotes = [quoted("", text).removeprefix("=") for text in texts]
+    return f"{key}{equals}" + (f"[{','.join(quotes)}]" if listed else quotes[0])
 
 
 def _refused(word: str, error: Exception) -> UserError:

@@ -99,8 +99,10 @@ def corruption_trial(ground: Ground, place: Path, draw: random.Random, number: i
     around, words = planted(kind, draw, place)
     code, out = call(place, *ON, *AUDITED, f"audit.action={action}", around=around)
     told = said(place)
-    if (place / HIDDEN).exists() and not told:
-        return Result("any time, in an update", True)
+    if (place / HIDDEN).exists():
+        if not told:
+            return Result("any time, in an update", True)
+        words = "the update of its"  # that of the audited weight is repeated
     ends = action == "stop" and kind != "copy"
     seen = ""
     if not any(words in text for text in told):

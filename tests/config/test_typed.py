@@ -40,6 +40,15 @@ def test_a_text_that_looks_like_a_number_reaches_its_key_as_typed(text: str) -> 
     assert config["train"]["steps"] == 1000 and config["gpu"] is None
 
 
+@pytest.mark.parametrize("text", ["Müller.txt", "a(1).txt", "a#b", "a!b", "データ", "a]b", "ü b"])
+def test_a_text_outside_of_hydras_grammar_needs_no_quotes(text: str) -> None:
+    config = values("data=hf", f"data.path={text}", f"run.name={text}", "data.cache_dir='a#b'")
+    assert config["data"]["path"] == config["run"]["name"] == text
+    assert config["data"]["cache_dir"] == "a#b"
+    if "]" not in text:
+        assert values("data=hf", f"data.path=[{text},b]")["data"]["path"] == [text, "b"]
+
+
 def test_null_is_null_where_a_key_may_be_null_and_its_like_a_text_elsewhere() -> None:
     assert values("run.name=NULL", "init=NULL")["run"]["name"] == "NULL"
     assert values("run.name=NULL", "init=NULL")["init"] is None

@@ -110,8 +110,8 @@ WRONG = {
         "data.path=a.jsonl data.column=text",
     ),
     "a path from home": (["data.path=~/texts"], "write data.path=$HOME/texts"),
-    "a name without its quotes": (
-        ["run.name=ünï"],
+    "a quote without its other": (
+        ['run.name="a'],
         "special characters in quotes: 'run.name=\"…\"'",
     ),
     "an impossible share": (["policy.last=1.5"], "last=1.5 is a share above 1.0"),

@@ -39,6 +39,7 @@ def scaled(monkeypatch: pytest.MonkeyPatch, factors: dict[int, float]) -> None:
     [
         "resume=runs/a train.steps=8",
         "resume=runs/a resume_step=6 run.name=branch train.steps=8",
+        "init=runs/a run.name=new train.steps=1",
         "teacher=runs/a run.name=new train.steps=1",
         "check runs/a",
         "export runs/a to=hf out=hf",
