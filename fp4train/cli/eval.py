@@ -139,7 +139,7 @@ def _scores(
 
 
 def _shown(values: Mapping[str, float], name: str) -> str:
-    """A metric with its standard error, where there is one; empty where there is no such metric."""
+    """A metric with its standard error (SE), where there is one; empty where there is no such metric."""
     value = values.get(name)
     error = values.get(_error_of(name))
     if value is None:
@@ -150,7 +150,7 @@ def _shown(values: Mapping[str, float], name: str) -> str:
         shown = f"{value:.4f}"
     if error is None:
         return shown
-    return f"{shown} ± {error:.4f}"
+    return f"{shown} (SE {error:.4f})"
 
 
 def _error_of(metric: str) -> str:

@@ -125,7 +125,7 @@ def _not_loaded(packed: PackedModel) -> list[str]:
         return []
     codes = not_in_transformers(
         packed.model.described()["model_type"],
-        [layer.module for layer in packed.layers.values()],
+        [*(layer.module for layer in packed.layers.values()), *packed.kept],
         four_bits=any(layer.spec.format.bits == 4 for layer in packed.layers.values()),
     )
     return [] if codes is None else [f"transformers does not load {codes}."]

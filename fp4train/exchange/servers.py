@@ -68,11 +68,11 @@ def not_in_transformers(model_type: str, modules: Iterable[str], *, four_bits: b
 
     Args:
         model_type: that of the folder's `config.json`.
-        modules: names of the folder's modules.
+        modules: names of the folder's modules with a matrix.
         four_bits: whether the codes have four bits.
     """
     if any(".experts." in module for module in modules):
-        return "the codes of experts"
+        return "codes of a model with experts"
     if model_type == "mamba2" and four_bits:
         return "codes of four bits of Mamba-2"
     return None

@@ -266,8 +266,14 @@ def test_gate_and_up_of_an_expert_are_not_quantised_again(
     assert verify(tmp_path / "a", run).equal
 
 
-def test_transformers_loads_no_codes_of_experts(exported: Callable[..., tuple[Path, Path]]) -> None:
-    folder, _ = exported("compressed-tensors")
+@pytest.mark.parametrize(
+    "words",
+    [(), pytest.param((*DOTS, "recipe=nvfp4", "policy.last=2"), marks=pytest.mark.long)],
+)
+def test_transformers_loads_no_codes_of_a_model_with_experts(
+    exported: Callable[..., tuple[Path, Path]], words: tuple[str, ...]
+) -> None:
+    folder, _ = exported("compressed-tensors", *words)
     assert "library_name" not in (folder / "README.md").read_text()
 
 
