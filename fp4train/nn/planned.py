@@ -10,6 +10,7 @@ checkpoints, statistics.
 
 from __future__ import annotations
 
+import logging
 import weakref
 import zlib
 from abc import abstractmethod
@@ -44,6 +45,7 @@ from fp4train.text import check_choice
 _Key = tuple[Recipe, LayerPolicy | None, Device]
 _STATES = "_extra_state"
 """Key of a layer's states in a state dict, one that torch's own tools for checkpoints know."""
+_log = logging.getLogger(__name__)
 
 
 class StrayRecomputation(RuntimeError):
@@ -258,12 +260,28 @@ class PlannedLayer(nn.Module):
                 self._executors[key] = make_executor(
                     plan, device.type, self.layer_shard, sums=self._sums
                 )
+            if context.position.step.number and not context.applied:
+                self._look_for_amaxes(key)
             executor = self._hold((context.recipe, context.policy, key[2]), device)
         if context.called_layers is not None:
             context.called_layers[self] = executor.plan.quantised
         if self.observer is not None:
             return self.observer(executor)
         return executor
+
+    def _look_for_amaxes(self, key: _Key) -> None:
+        """Say once of a model that a loop of somebody else is past its first step, and the layer has
+        no amaxes of earlier ones: a state dict that was loaded may lack them.
+        """
+        kinds = {*self._executors[key].states} & {*EARLIER_AMAXES}
+        if kinds <= {*self.states} or torch.compiler.is_compiling() or _STATES in self.common:
+            return
+        self.common[_STATES] = "told"
+        text = (
+            "%s begins after step 0 without amaxes of earlier steps, at scales of 1: a state dict that "
+            "holds them has keys that end in %s"
+        )
+        _log.warning(text, key[0].name, _STATES)
 
     def _hold(self, key: _Key, device: torch.device) -> Executor:
         executor = self._executors[key]

@@ -63,10 +63,18 @@ def test_a_resumed_loop_has_the_gradients_of_the_uninterrupted_one(
     resumed.load_state_dict(state)
     assert train(resumed, recipe, range(5, 8)) == train(model, recipe, range(5, 8))
 
+
+def test_a_loop_that_goes_on_without_them_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    recipe = FP8Delayed()
+    model = converted()
+    train(model, recipe, range(5))
+    state = {name: part for name, part in model.state_dict().items() if "_extra" not in name}
     forgetful = converted()
-    weights = {name: part for name, part in state.items() if "_extra_state" not in name}
-    forgetful.load_state_dict(weights)
+    forgetful.load_state_dict(state)
+    assert not caplog.messages
     assert train(forgetful, recipe, range(5, 6)) == [0.0]
+    (said,) = caplog.messages
+    assert "begins after step 0 without amaxes of earlier steps" in said
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
