@@ -193,36 +193,28 @@ def test_a_bit_that_flips_in_the_passes_of_a_step_is_found(
     assert all("in the passes of the step" in fault["what"] for fault in faults)
 
 
-def test_a_bit_that_flips_as_a_checkpoint_is_loaded_is_found(
-    cli: Cli, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("state", "damage", "tensor"),
+    [
+        (ModelWeights, lambda run: flip(next(run.model.parameters()), 3), "model/embed.weight"),
+        (Moments, lambda run: run.optimizer.state.popitem(), "weight/step"),
+    ],
+    ids=["a bit that flips", "a moment that is lost"],
+)
+def test_what_is_damaged_as_a_checkpoint_is_loaded_is_found(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch, state: Any, damage: Any, tensor: str
 ) -> None:
     cli.trained("run.name=a", *NVFP4, "audit.sums=1")
-    load = ModelWeights.load
+    load = state.load
 
-    def flipping(state: ModelWeights, saved: Any) -> None:
-        load(state, saved)
-        flip(next(state.run.model.parameters()), 3)
+    def damaging(loaded: Any, saved: Any) -> None:
+        load(loaded, saved)
+        damage(loaded.run)
 
-    monkeypatch.setattr(ModelWeights, "load", flipping)
+    monkeypatch.setattr(state, "load", damaging)
     ended = cli("resume=runs/a", "train.steps=8")
     assert ended.code == 1
-    assert "model/embed.weight has other bits than it had in the run" in ended.message
-
-
-def test_moments_that_are_lost_as_a_checkpoint_is_loaded_are_found(
-    cli: Cli, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cli.trained("run.name=a", *NVFP4, "audit.sums=1")
-    load = Moments.load
-
-    def losing(state: Moments, saved: Any) -> None:
-        load(state, saved)
-        state.run.optimizer.state.popitem()
-
-    monkeypatch.setattr(Moments, "load", losing)
-    ended = cli("resume=runs/a", "train.steps=8")
-    assert ended.code == 1
-    assert "weight/step has other bits than it had in the run" in ended.message
+    assert f"{tensor} has other bits than it had in the run" in ended.message
 
 
 CLEAN = {
