@@ -99,13 +99,15 @@ def corruption_trial(ground: Ground, place: Path, draw: random.Random, number: i
     around, words = planted(kind, draw, place)
     code, out = call(place, *ON, *AUDITED, f"audit.action={action}", around=around)
     told = said(place)
+    accepted: tuple[str, ...] = (words,)
     if (place / HIDDEN).exists():
         if not told:
             return Result("any time, in an update", True)
-        words = "the update of its"  # that of the audited weight is repeated
+        # Of the audited weight the update is repeated; of what flips after its sum was made the bits have changed.
+        accepted = (words, "the update of its")
     ends = action == "stop" and kind != "copy"
     seen = ""
-    if not any(words in text for text in told):
+    if not any(words in text for words in accepted for text in told):
         seen = f"not found: {told}: {out[-400:]}"
     elif ends and (code != 1 or "Nothing more is saved" not in out):
         seen = f"the run did not end: exit {code}: {out[-400:]}"
