@@ -92,7 +92,7 @@ def train(run: Run) -> Result:
                     step = train_step(run, stretch.recipe)
                     run.step += 1
                     run.mid_update = False
-                    step.values |= agreed.memory
+                    step.values |= agreed.values
                     ledger.add(step)
                     evaluating = due(run.step, config.eval.every, steps)
                     if evaluating:

@@ -28,8 +28,9 @@ n: fewer than four walks are expected.
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -283,6 +284,7 @@ class Feed:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="feed")
         self._next: tuple[int, int, Future[_Share]] | None = None
         self._waits: tuple[float, int, int] | None = None
+        self._waited = 0.0
 
     def rows(self, first: int, count: int, *, then: int | None = None) -> Rows:
         """Inputs and targets, int64 [count, T] each, of positions first … first+count-1 of the run.
@@ -296,13 +298,12 @@ class Feed:
         """
         ahead = self._next
         self._next = None
-        self._waits = time.monotonic(), first, count
-        if ahead is not None and ahead[:2] == (first, count):
-            share = ahead[2].result()
-        else:
-            share = self._fetch(first, count)
+        with self._waiting(first, count):
+            if ahead is not None and ahead[:2] == (first, count):
+                share = ahead[2].result()
+            else:
+                share = self._fetch(first, count)
         fetched = share.rows
-        self._waits = None
         if then is not None:
             self._next = (then, count, self._thread.submit(self._fetch, then, count))
         inputs, targets = (rows.to(self.device, non_blocking=True) for rows in fetched)
@@ -316,9 +317,8 @@ class Feed:
         """
         if self._next is None or self._next[:2] != (first, count):
             self._next = (first, count, self._thread.submit(self._fetch, first, count))
-        self._waits = time.monotonic(), first, count
-        error = self._next[2].exception()
-        self._waits = None
+        with self._waiting(first, count):
+            error = self._next[2].exception()
         if error is not None and not isinstance(error, DataError):
             raise error
         return None if error is None else str(error)
@@ -328,10 +328,8 @@ class Feed:
         size = self.stream.batch_size
         if self._next is not None and self._next[0] // size == batch:
             start, count, share = self._next
-            self._waits = time.monotonic(), start, count
-            factor = share.result().loss_factor
-            self._waits = None
-            return factor
+            with self._waiting(start, count):
+                return share.result().loss_factor
         return self.stream.loss_factor(batch * size, size)
 
     def waiting(self) -> tuple[float, str] | None:
@@ -343,6 +341,20 @@ class Feed:
         since, start, count = waits
         sequences = f"sequences {start}–{start + count - 1}" if count > 1 else f"sequence {start}"
         return time.monotonic() - since, f"{sequences} of the {self.stream.place}"
+
+    def waited(self) -> float:
+        """The seconds that rows were waited for since the last call."""
+        seconds = self._waited
+        self._waited = 0.0
+        return seconds
+
+    @contextmanager
+    def _waiting(self, first: int, count: int) -> Iterator[None]:
+        began = time.monotonic()
+        self._waits = began, first, count
+        yield
+        self._waits = None
+        self._waited += time.monotonic() - began
 
     def close(self) -> None:
         """End the thread; `rows` must not be called with `then` afterwards."""

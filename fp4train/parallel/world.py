@@ -347,7 +347,7 @@ class World:
         else:
             code = 1
             word = f"{who} ended: {type(error).__name__}: {message}"
-        if isinstance(error, RuntimeError) and any(sign in str(error) for sign in _BROKEN):
+        if is_broken(error):
             lost = self.meeting.lost()
             unexpected = False
             code = LostError.exit_code
@@ -383,6 +383,11 @@ class World:
             if self.meeting is not None:
                 self.meeting.leave(code)
         return code
+
+
+def is_broken(error: BaseException) -> bool:
+    """Whether a collective failed because another rank has left it."""
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _BROKEN)
 
 
 def _cut_groups(grid: DeviceMesh, mesh: Mesh, timeout: timedelta) -> dict[str, Any]:

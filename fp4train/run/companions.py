@@ -10,6 +10,7 @@ from fp4train.companion import HOOKS, Companion, RunCompanion
 from fp4train.measure.profile import Profiler
 from fp4train.run.moments import Companions
 from fp4train.run.observe import CalledLayers, OperandStatistics, PartShares
+from fp4train.run.pace import Pace
 from fp4train.run.record.run_record import Tracked
 from fp4train.run.run import Run
 from fp4train.run.supervise.divergence import FollowedLoss
@@ -21,6 +22,7 @@ COMPANIONS: tuple[type[RunCompanion], ...] = (
     OperandStatistics,
     RunAudits,
     Profiler,
+    Pace,
     PartShares,
     Progress,
     FollowedLoss,

@@ -47,6 +47,8 @@ DEFAULT_PROJECT = "fp4train"
 RESERVED = ":;,#?/'"
 """Characters that are in no id."""
 PROBE_SECONDS = 2.0
+ALERTS = ("divergence", "non-finite", "lost rank")
+"""Events that wandb alerts its user to."""
 ASKED_FOR = "asked for"
 _LATER = "wandb is offline (%s); send the run later with:\n  wandb sync %s"
 NOT_LOGGED_IN = "not logged in, see `wandb login`"
@@ -180,6 +182,9 @@ class WandbTracker:
 
     def log_event(self, step: int, event: str, values: Mapping[str, Any] | None = None) -> None:
         self._run.log({"step": step, "event": event, **(values or {})})
+        if event in ALERTS:
+            text = "; ".join(f"{key}: {value}" for key, value in (values or {}).items())
+            self._run.alert(f"{event} in step {step}", text, level="ERROR")
 
     def log_table(self, name: str, columns: list[str], rows: list[list[Any]]) -> None:
         import wandb

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import reading, recorded
+from command_line import events, reading, recorded
 from patches import ASKS_FOR_MXFP8, fails_at_3, told
 
 Ranks = Any
@@ -291,6 +291,7 @@ def test_a_rank_that_is_killed_is_named_by_another_and_ends_all(ranks: Ranks, ra
         f"lost rank {rank}" in said
         and ", which ended without a word (killed, or out of memory?)" in said
     )
+    assert len(events(ranks.run("a"), "lost rank")) == rank, "the first rank tells its trackers"
     ranks.train(2, "a", "checkpoint.every=2")
     ranks.same(ranks.reference("train.microbatch=2"), "a")
 

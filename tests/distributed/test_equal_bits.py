@@ -4,6 +4,7 @@ import json
 from typing import Any
 
 import pytest
+from command_line import lines
 from patches import DIES_AT_3
 
 RECIPES = ("bf16", "nvfp4", "mxfp8", "fp8_current", "fp8_delayed")
@@ -58,6 +59,26 @@ def test_with_the_defaults_two_ranks_are_two_microbatches_while_gradients_are_cl
     reference = ranks.reference("train.microbatch=2", "optim.clip=1.0", "train.steps=8")
     assert sum(line["train/grad_norm"] > 1 for line in ranks.losses(reference)) >= 4
     ranks.same(reference, "two")
+
+
+SLOW = """
+import time
+from fp4train.data.loader import Feed
+from fp4train.models.common.rotary import PreNormBlock
+if rank:
+    forward = PreNormBlock.forward
+    fetch = Feed._fetch
+    PreNormBlock.forward = lambda *a, **k: time.sleep(.1) or forward(*a, **k)
+    Feed._fetch = lambda *a: time.sleep(.4) or fetch(*a)
+"""
+
+
+def test_the_lead_names_the_slowest_rank_and_the_longest_wait_for_rows(ranks: Ranks) -> None:
+    words = ("train.steps=2", "recipe=bf16", "phases=none")
+    ranks.train(2, "slow", *words, patch=SLOW)
+    first, *_, last = [line for line in lines(ranks.run("slow")) if "train/loss" in line]
+    assert first["perf/data_wait"] >= 0.4
+    assert last["perf/slowest_rank"] == 1 and last["perf/slowest_lag"] > 2
 
 
 @pytest.mark.long

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -140,6 +141,23 @@ def test_not_logged_in_is_offline_quietly_and_a_resume_continues_the_run(
     assert list((tmp_path / "wandb").glob("offline-run-*/files/media/table/worst operands*.json"))
     assert all(b"histogram/sqnr_db" in file.read_bytes() for file in kept)
     assert len(read_metrics(tmp_path / "metrics.jsonl")) == 12
+
+
+def test_what_ends_a_run_or_may_is_an_alert(
+    tmp_path: Path, wandb_at: Callable[[str | None], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wandb_at(None)
+    alerts: list[Any] = []
+    monkeypatch.setattr(wandb.Run, "alert", lambda run, *told, level: alerts.append(told))
+    tracker = WandbTracking(timeout=SERVICE_SECONDS).build(tmp_path, "name", {})
+    for event in ("swap", "divergence", "non-finite", "lost rank"):
+        tracker.log_event(3, event, {"message": "why"})
+    tracker.finish()
+    assert alerts == [
+        ("divergence in step 3", "message: why"),
+        ("non-finite in step 3", "message: why"),
+        ("lost rank in step 3", "message: why"),
+    ]
 
 
 @pytest.mark.parametrize("sweep", long_but(["sweep01"], ["", "sweep01"]))

@@ -24,6 +24,7 @@ from typing import Any
 
 from fp4train.errors import DataError
 from fp4train.run.host import peak_memory
+from fp4train.run.pace import Pace
 from fp4train.run.queued import Values
 from fp4train.run.record.change import follow_swaps, pick_up_swaps
 from fp4train.run.record.journal import swaps
@@ -39,8 +40,8 @@ WARNINGS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
 """Signals that little time is left; to repeat them takes none away."""
 
 _RANKS = 1 << 20
-"""A number above that of all ranks: one number holds an amount of memory and the rank that uses
-it.
+"""A number above that of all ranks: one number holds an amount of memory, or of time, and the rank
+that takes it.
 """
 
 
@@ -117,13 +118,13 @@ class StepAgreement:
     Args:
         signal: the number of a signal that one rank or more received; None: none.
         requests: the lead's requests of every rank; empty: none.
-        memory: values to log about the ranks' memory.
+        values: to log about the ranks: their memory, and what holds them up.
         trouble: whether a companion of some rank has a reason to end the run.
     """
 
     signal: int | None
     requests: dict[str, Any]
-    memory: Values
+    values: Values
     trouble: bool
 
     @property
@@ -145,24 +146,29 @@ def agree(run: Run, signal: int | None) -> StepAgreement:
     memory = peak_memory(run.device)
     trouble = run.companions.trouble is not None
     requests = lead_requests(run, ends=trouble) if world.lead else {}
-    if world.size == 1:
-        return StepAgreement(
-            signal=signal,
-            requests=requests,
-            memory={"perf/memory_gb": memory / 1e9},
-            trouble=trouble,
-        )
     if run.step < run.config.train.steps:
         problem = run.data.feed.problem(*row_range(run))
     else:
         problem = None
-    number, asks, most, least, unread, troubles = world.largest_numbers(
+    waited = run.data.feed.waited()
+    if world.size == 1:
+        return StepAgreement(
+            signal=signal,
+            requests=requests,
+            values={"perf/memory_gb": memory / 1e9, "perf/data_wait": waited},
+            trouble=trouble,
+        )
+    pace = round(run.companions.of(Pace).seconds() * 1e6)
+    number, asks, most, least, unread, troubles, longest, slowest, fastest = world.largest_numbers(
         signal or 0,
         int(bool(requests)),
         memory * _RANKS + world.place.rank,
         -memory,
         int(problem is not None),
         int(trouble),
+        round(waited * 1e6),
+        pace * _RANKS + world.place.rank,
+        -pace,
     )
     if unread:
         with world.same_outcome():
@@ -172,11 +178,15 @@ def agree(run: Run, signal: int | None) -> StepAgreement:
         "perf/memory_gb": most // _RANKS / 1e9,
         "perf/memory_gb_least": -least / 1e9,
         "perf/memory_rank": most % _RANKS,
+        "perf/data_wait": longest / 1e6,
     }
+    if fastest:
+        lag = slowest // _RANKS / -fastest
+        shown |= {"perf/slowest_rank": slowest % _RANKS, "perf/slowest_lag": lag}
     return StepAgreement(
         signal=number or None,
         requests=world.broadcast(requests) if asks else {},
-        memory=shown,
+        values=shown,
         trouble=bool(troubles),
     )
 

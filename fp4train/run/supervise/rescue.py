@@ -20,7 +20,7 @@ import torch
 from fp4train import checkpoint
 from fp4train.errors import LostError, UserError
 from fp4train.hardware import memory_asked
-from fp4train.parallel.world import AgreedError
+from fp4train.parallel.world import AgreedError, is_broken
 from fp4train.run.finite import finite_weights
 from fp4train.run.record.directory import CHECKPOINTS, SAVED
 from fp4train.run.run import Run
@@ -36,7 +36,7 @@ from fp4train.run.supervise.ledger import Ledger
 from fp4train.run.supervise.run_audits import RunAudits
 from fp4train.run.supervise.saving import PAUSES
 from fp4train.run.supervise.watch import Watch
-from fp4train.text import screen
+from fp4train.text import first_line, screen
 
 
 def rescue(run: Run, error: NonFiniteError) -> str:
@@ -168,6 +168,8 @@ def keep_what_is_whole(run: Run, ledger: Ledger, error: Exception) -> None:
     world = run.world
     watch = run.companions.of(Watch)
     if world.size > 1 and not isinstance(error, AgreedError):
+        if is_broken(error):
+            run.record.tracker.log_event(run.step + 1, "lost rank", {"message": first_line(error)})
         return
     try:
         # the step before; it may have failed, and then its beginning is what is whole

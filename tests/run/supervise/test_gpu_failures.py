@@ -10,6 +10,7 @@ import functools
 import logging
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from command_line import Cli, losses
 
 from fp4train import checkpoint
 from fp4train.errors import UserError
+from fp4train.measure.profile import Profiler
 from fp4train.parallel.launch import ProcessRank
 from fp4train.quantize import QuantSpec, quantizer
 from fp4train.quantize.quantizer import _say
@@ -88,6 +90,28 @@ def test_out_of_memory_in_a_step_says_what_to_reduce_and_the_run_goes_on(
     assert "model.recompute=true" in ended.message
     assert "Traceback" not in ended.message
     monkeypatch.undo()
+
+
+def test_out_of_memory_leaves_a_snapshot_of_the_gpus_memory(
+    cli: Cli, fail_at: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin = Profiler.begin
+
+    def on_gpu(profiler: Any, run: Any) -> None:
+        profiler._snapshots = True
+        begin(profiler, run)
+
+    recorded: list[dict[str, Any]] = []
+    record = lambda **options: recorded.append(options)  # noqa: E731
+    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", record)
+    dump = lambda path: Path(path).write_text("memory")  # noqa: E731
+    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", dump)
+    monkeypatch.setattr(Profiler, "begin", on_gpu)
+    fail_at(3, OUT_OF_MEMORY, False)
+    ended = cli("run.name=a", "profile.memory=true", *STEADY)
+    dumped = Path("runs/a/profile/out_of_memory_rank_0.pickle")
+    assert dumped.read_text() == "memory" and f"profile: {dumped}" in ended.err
+    assert recorded == [{"max_entries": 100_000}, {"enabled": None}]
 
 
 def test_a_microbatch_of_one_sequence_cannot_be_smaller(cli: Cli, fail_at: Any) -> None:

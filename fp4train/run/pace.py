@@ -1,0 +1,68 @@
+"""Which of several ranks is the slowest.
+
+The ranks of a step end it together, so that its time names none of them. In the forward pass of a
+block a rank waits for no other replica or shard: its weights are gathered before. (Ranks of tensor
+parallelism wait for each other within it, and count alike.) The mean time of these passes compares
+ranks, whichever share of the blocks they hold.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fp4train.companion import RunCompanion
+from fp4train.precision.layers import find_blocks
+
+if TYPE_CHECKING:
+    from fp4train.run.run import Run
+
+
+class Pace(RunCompanion):
+    """Times the forward passes of this rank's blocks; those of one rank alone, and compiled ones,
+    it does not.
+    """
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        self._handles: list[Any] = []
+        self._began: Any = None
+        self._passes: list[tuple[Any, Any]] = []
+
+    def begin(self, run: Run) -> None:
+        if run.world.size == 1 or run.config.train.compile:
+            return
+        for block in find_blocks(run.model):
+            self._handles.append(block.register_forward_pre_hook(self._enter))
+            self._handles.append(block.register_forward_hook(self._leave))
+
+    def close(self, run: Run, error: BaseException | None) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def seconds(self) -> float:
+        """Mean time of the passes that were done since the last call; 0: none was. Waits for no
+        device.
+        """
+        if self.run.device.type == "cuda":
+            done = [(first, last) for first, last in self._passes if last.query()]
+            times = [first.elapsed_time(last) / 1e3 for first, last in done]
+        else:
+            times = [last - first for first, last in self._passes]
+        del self._passes[: len(times)]
+        return float(sum(times) / max(len(times), 1))
+
+    def _enter(self, *of_hook: object) -> None:
+        self._began = self._now()
+
+    def _leave(self, *of_hook: object) -> None:
+        self._passes.append((self._began, self._now()))
+
+    def _now(self) -> Any:
+        if self.run.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
