@@ -24,6 +24,7 @@ from fp4train.precision.layers import (
     find_blocks as find_blocks,
     find_layers as find_layers,
 )
+from fp4train.precision.loss_scaling import LossScaling as LossScaling
 from fp4train.precision.phases import Phase as Phase, Swap as Swap, Timeline as Timeline
 from fp4train.precision.plan import (
     Plan as Plan,
@@ -36,7 +37,6 @@ from fp4train.precision.policy import (
     matches as matches,
 )
 from fp4train.precision.recipe import (
-    LossScaling as LossScaling,
     OutlierChannels as OutlierChannels,
     Recipe as Recipe,
     by_tensor as by_tensor,

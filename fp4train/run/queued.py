@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fp4train.data.stream import Rows
 from fp4train.precision import Recipe
-from fp4train.precision.recipe import SMALLEST_LOSS_SCALE
+from fp4train.precision.loss_scaling import SMALLEST_LOSS_SCALE
 
 Values = dict[str, float | str]
 """The values of a line of metrics, by key."""

@@ -31,8 +31,8 @@ from fp4train.lab.studies.parts import LAYER, RecipePart
 from fp4train.lab.studies.record import Reading
 from fp4train.lab.studies.subject import Subject
 from fp4train.nn.planned import PlannedLayer
+from fp4train.precision.loss_scaling import SMALLEST_LOSS_SCALE
 from fp4train.precision.plan import Plan
-from fp4train.precision.recipe import SMALLEST_LOSS_SCALE
 from fp4train.run.finite import first_non_finite
 from fp4train.run.state.base import LossScale
 from fp4train.run.state.numbers import coming_loss_scale

@@ -3,7 +3,8 @@
 from dataclasses import dataclass, field
 
 from fp4train.backends.table import GEMMS, HIGH_PRECISION, Operands
-from fp4train.precision.recipe import LossScaling, Recipe
+from fp4train.precision.loss_scaling import LossScaling
+from fp4train.precision.recipe import Recipe
 
 
 class _Unquantised(Recipe):

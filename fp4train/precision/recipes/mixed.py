@@ -3,7 +3,8 @@
 from dataclasses import dataclass, field, replace
 
 from fp4train.backends.table import GEMMS, HIGH_PRECISION, Operands
-from fp4train.precision.recipe import LossScaling, Recipe
+from fp4train.precision.loss_scaling import LossScaling
+from fp4train.precision.recipe import Recipe
 from fp4train.precision.recipes.high import BF16
 
 
