@@ -34,7 +34,7 @@ class NamesPath:
 
 @dataclass(frozen=True)
 class NamesDestination:
-    """Marks a text that says where data of the run are sent."""
+    """Marks a text that says where data of the run are sent, or which programs get them."""
 
 
 RUNS = Path("runs")

@@ -32,7 +32,7 @@ from fp4train.optim import Optimizer
 from fp4train.optim.oscillation import OscillationReset
 from fp4train.optim.schedule import Schedule
 from fp4train.parallel.config import Parallel
-from fp4train.paths import PathText
+from fp4train.paths import DestinationText, PathText
 from fp4train.precision import LayerPolicy, Phase, Recipe
 from fp4train.text import check_choice, check_least, counted, first_line
 from fp4train.track.config import Tracking
@@ -229,11 +229,18 @@ class EvalSettings:
     """Evaluate every `every` steps (0: at the end only) on at most `batches` batches of held-out
     sequences, each once; measure the quantisation errors of every layer and operand every
     `errors_every` steps (0: never).
+
+    Args:
+        command: what a shell runs beside training when a checkpoint is whole (`run/judge.py`);
+            {run} and {step} in it are those of the checkpoint.
+        tasks: tasks of lm_eval that are evaluated on each checkpoint beside training.
     """
 
     every: int
     batches: int
     errors_every: int = 0
+    command: DestinationText | None = None
+    tasks: tuple[DestinationText, ...] = ()
 
     def __post_init__(self) -> None:
         check_least(

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 
 from fp4train.companion import HOOKS, Companion, RunCompanion
 from fp4train.measure.profile import Profiler
+from fp4train.run.judge import CheckpointJudges
 from fp4train.run.moments import Companions
 from fp4train.run.observe import CalledLayers, OperandStatistics, PartShares
 from fp4train.run.pace import Pace
@@ -26,6 +27,7 @@ COMPANIONS: tuple[type[RunCompanion], ...] = (
     PartShares,
     Progress,
     FollowedLoss,
+    CheckpointJudges,
     Watch,
 )
 """Those between the states of a run and the hooks of users."""

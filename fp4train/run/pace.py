@@ -25,44 +25,30 @@ class Pace(RunCompanion):
     it does not.
     """
 
-    def __init__(self, run: Run) -> None:
-        super().__init__(run)
-        self._handles: list[Any] = []
-        self._began: Any = None
-        self._passes: list[tuple[Any, Any]] = []
-
     def begin(self, run: Run) -> None:
-        if run.world.size == 1 or run.config.train.compile:
-            return
-        for block in find_blocks(run.model):
-            self._handles.append(block.register_forward_pre_hook(self._enter))
-            self._handles.append(block.register_forward_hook(self._leave))
-
-    def close(self, run: Run, error: BaseException | None) -> None:
-        for handle in self._handles:
-            handle.remove()
+        self._times: list[Any] = []
+        """When the passes began and ended, in turn."""
+        if run.world.size > 1 and not run.config.train.compile:
+            for block in find_blocks(run.model):
+                block.register_forward_pre_hook(self._note)
+                block.register_forward_hook(self._note)
 
     def seconds(self) -> float:
         """Mean time of the passes that were done since the last call; 0: none was. Waits for no
         device.
         """
+        passes = list(zip(self._times[::2], self._times[1::2], strict=True))
         if self.run.device.type == "cuda":
-            done = [(first, last) for first, last in self._passes if last.query()]
-            times = [first.elapsed_time(last) / 1e3 for first, last in done]
+            passes = [(first, last) for first, last in passes if last.query()]
+            times = [first.elapsed_time(last) / 1e3 for first, last in passes]
         else:
-            times = [last - first for first, last in self._passes]
-        del self._passes[: len(times)]
+            times = [last - first for first, last in passes]
+        del self._times[: 2 * len(times)]
         return float(sum(times) / max(len(times), 1))
 
-    def _enter(self, *of_hook: object) -> None:
-        self._began = self._now()
-
-    def _leave(self, *of_hook: object) -> None:
-        self._passes.append((self._began, self._now()))
-
-    def _now(self) -> Any:
-        if self.run.device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
-        return event
+    def _note(self, *of_hook: object) -> None:
+        now: Any = time.perf_counter()
+        if self.run.device.type == "cuda":
+            now = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            now.record()
+        self._times.append(now)

@@ -354,7 +354,7 @@ def test_the_lead_decides_whether_this_user_wrote_a_configuration(ranks: Ranks) 
     said = ranks(
         2, "resume=runs/a", "train.steps=2", XDG_STATE_HOME=str(ranks.folder / "other{rank}")
     ).message
-    assert "names paths or services outside of the run" in said and all(
+    assert "names paths, services or commands outside of the run" in said and all(
         option in said for option in named
     )
     for options, state in ((), "state{rank}"), (named, "other{rank}"):

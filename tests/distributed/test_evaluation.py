@@ -18,6 +18,14 @@ SEVEN_SEQUENCES = (
 """Of 32 tokens each: passes of 4, 2 and 1 of them on two ranks."""
 
 
+@pytest.mark.long
+def test_one_rank_judges_the_last_checkpoint_and_the_other_waits(ranks: Ranks) -> None:
+    ranks.train(
+        2, "a", "train.steps=2", "eval.command=sleep 3 && echo {step}", "parallel.timeout=2"
+    )
+    assert (ranks.run("a") / "judged/step_2.log").read_text() == "2\n"
+
+
 @pytest.mark.parametrize(
     ("count", "mesh"),
     [

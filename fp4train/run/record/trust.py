@@ -161,7 +161,7 @@ def check_paths(cfg: DictConfig, named: Iterable[str], *, sending: bool = False)
     if outside := paths | places:
         named_again = " ".join(as_typed(key, value) for key, value in outside.items())
         raise UserError(
-            f"{run / CONFIG} names paths or services outside of the run and {why}; nothing was read, "
+            f"{run / CONFIG} names paths, services or commands outside of the run and {why}; nothing was read, "
             f"written or sent there. Add what is right to the command: {named_again}"
         )
     listed = ", ".join(f"{key}={value}" for key, value in from_hub.items())

@@ -37,7 +37,7 @@ def test_where_it_sends_is_named_again_or_nothing_is_sent(
     before = {path: data for path, data in everything(cli.folder).items() if path.name != ".lock"}
     said = cli.raw(*RESUME, *branch, *cli.paths).message
     assert said.startswith(
-        "runs/a/config.yaml names paths or services outside of the run and has no signature"
+        "runs/a/config.yaml names paths, services or commands outside of the run and has no signature"
     )
     assert said.endswith(
         "nothing was read, written or sent there. Add what is right to the command: "
@@ -49,6 +49,15 @@ def test_where_it_sends_is_named_again_or_nothing_is_sent(
     own = ("track.project=mine", "track.entity=null")
     assert cli.raw(*RESUME, *branch, *cli.paths, *own).code == 0
     assert [(tracker.project, tracker.entity) for tracker in sent] == [("mine", None)]
+
+
+def test_a_command_of_somebody_else_is_not_run(cli: Cli) -> None:
+    cli.trained("run.name=a", "train.steps=2", *STEADY)
+    reseal_config(Path("runs/a"), lambda values: values["eval"].update(command="touch ran"))
+    said = cli.raw(*RESUME, *cli.paths).message
+    assert "Add what is right to the command: 'eval.command=" in said and "touch ran" in said
+    assert cli.raw(*RESUME, *cli.paths, "eval.command=null").code == 0
+    assert not Path("ran").exists()
 
 
 def test_what_this_user_chose_needs_no_naming(cli: Cli, sent: list[WandbTracking]) -> None:
@@ -63,7 +72,7 @@ def test_paths_and_destinations_are_one_message_and_another_tracker_needs_none(
     cli: Cli, foreign: Path
 ) -> None:
     said = cli.raw(*RESUME).message
-    assert "names paths or services outside of the run" in said
+    assert "names paths, services or commands outside of the run" in said
     assert "nothing was read, written or sent there" in said and "track.entity=them" in said
     assert cli.raw(*RESUME, *cli.paths, "track=jsonl").code == 0
 

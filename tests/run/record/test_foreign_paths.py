@@ -107,7 +107,7 @@ def test_paths_of_a_foreign_configuration_are_refused_by_name_and_not_touched(
     opened.clear()
     said = cli.raw(*VERBS[verb]).message
     assert said.startswith(
-        "runs/a/config.yaml names paths or services outside of the run and has no signature"
+        "runs/a/config.yaml names paths, services or commands outside of the run and has no signature"
     )
     assert set(said.rpartition("to the command: ")[2].split()) == {
         f"{key}={value}" for key, value in HOSTILE.items()
@@ -141,7 +141,7 @@ def test_one_of_several_paths_that_leads_out_is_enough(
     said = cli.raw(
         "resume=runs/a", "train.steps=3", f"data.cache_dir={cli.folder / 'cache'}"
     ).message
-    assert "names paths or services outside of the run and has no signature" in said
+    assert "names paths, services or commands outside of the run and has no signature" in said
     listed = ",".join(f"'{path}'" for path in paths)
     assert shlex.split(said.rpartition("to the command: ")[2])[0] in (
         f"data.path=[{listed}]",
