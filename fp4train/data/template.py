@@ -8,6 +8,7 @@ writes the day writes that on which the run began.
 """
 
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
@@ -21,6 +22,9 @@ from fp4train.data.files import existing_path
 from fp4train.data.rendering import Message, Renderer
 from fp4train.data.tokenizer_settings import TOKENS, read_settings, texts
 from fp4train.errors import DataError, data_errors, in_words, reason
+from fp4train.text import printable, shortened
+
+_log = logging.getLogger(__name__)
 
 CHATML = (
     "{%- for message in messages -%}"
@@ -125,7 +129,9 @@ def find_template(path: str | None, tokenizer: str | None, run_dir: Path) -> Cha
     if kept is not None and kept.trained:
         return kept
     if path is not None:
-        template = ChatTemplate(source=_text(existing_path(path, "data.template")), name=path)
+        source = _text(existing_path(path, "data.template"))
+        variables = {} if tokenizer is None else _special(read_settings(_folder(Path(tokenizer))))
+        template = ChatTemplate(source=source, variables=variables, name=path)
     elif kept is not None:
         template = replace(kept, trained=True)
     else:
@@ -181,22 +187,35 @@ def template_of(place: Path) -> ChatTemplate | None:
 
 def _of_tokenizer(place: Path) -> ChatTemplate | None:
     """The template beside a tokenizer.json, with the texts of its special tokens."""
-    folder = place if place.is_dir() else place.parent
+    folder = _folder(place)
     settings = read_settings(folder)
     beside = folder / "chat_template.jinja"
     source: Any = settings.get("chat_template")
     if beside.is_file():
         source = _text(beside)
+    others = [path.stem for path in folder.glob("additional_chat_templates/*.jinja")]
     if isinstance(source, list):  # several, by name, as transformers wrote them before
         named = {
             entry.get("name"): entry.get("template") for entry in source if isinstance(entry, dict)
         }
-        source = named.get("default")
+        source = named.pop("default", None)
+        others += map(str, named)
+    if others:
+        listed = shortened(printable(", ".join(sorted(others))), 100)
+        _log.warning("%s has more chat templates, which are left alone: %s", folder, listed)
     if not isinstance(source, str):
         return None
-    named_texts = texts(settings)
-    variables = {name: named_texts[name] for name in TOKENS if name in named_texts}
-    return ChatTemplate(source=source, variables=variables, name=f"the chat template of {folder}")
+    name = f"the chat template of {folder}"
+    return ChatTemplate(source=source, variables=_special(settings), name=name)
+
+
+def _folder(tokenizer: Path) -> Path:
+    return tokenizer if tokenizer.is_dir() else tokenizer.parent
+
+
+def _special(settings: Mapping[str, Any]) -> dict[str, str]:
+    """The special tokens of settings, by name."""
+    return {name: text for name, text in texts(settings).items() if name in TOKENS}
 
 
 def _text(path: Path) -> str:

@@ -9,6 +9,7 @@ to nearest, ties to even. Rows that pad the vocabulary stay: no token has their 
 """
 
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,11 @@ import torch
 from fp4train.checkpoint.layout import WEIGHTS
 from fp4train.checkpoint.source import WeightSource
 from fp4train.checkpoint.tensors import StreamedTensor
+from fp4train.data.template import kept_template
 from fp4train.data.tokens import begin_of_document
+from fp4train.errors import UserError
 from fp4train.exchange.card import Description, measured, model_card
+from fp4train.exchange.dialogue import Dialogue
 from fp4train.exchange.folder import (
     SHARD_BYTES,
     Tell,
@@ -30,7 +34,12 @@ from fp4train.exchange.folder import (
 )
 from fp4train.exchange.loaded import CURE, OTHER_CLASS, loaded_differently
 from fp4train.exchange.stored import StoredModel, open_stored
-from fp4train.exchange.tokenizer import TokenizerSettings, stored_tokenizer, write_tokenizer
+from fp4train.exchange.tokenizer import (
+    FileTokenizer,
+    TokenizerSettings,
+    stored_tokenizer,
+    write_tokenizer,
+)
 from fp4train.files import Folder
 from fp4train.run.record.generation import SETTINGS, kept_generation
 
@@ -140,27 +149,42 @@ def write_tables(folder: Folder, model: StoredModel, config: Mapping[str, Any]) 
     """
     tokenizer = stored_tokenizer(model.config, model.run)
     generation = kept_generation(model.run)
-    end = pad = settings = None
+    ends: list[int] = []
+    spelt = pad = settings = None
     if tokenizer is not None:
-        end = tokenizer.end_of_document
+        ends, spelt = _ends(tokenizer, model.run)
         settings = TokenizerSettings.of_run(tokenizer, model.run, generation.pad)
         pad = settings.pad
     ids = {
         "bos_token_id": begin_of_document(tokenizer),
-        "eos_token_id": generation.ends_of_model(end),
+        "eos_token_id": generation.ends_of_model(ends),
         "pad_token_id": None,  # the row of a padding token is not learned
     }
     described = model.described()
     write_json(folder, "config.json", {**described, **ids, **config})
-    write_json(folder, SETTINGS, generation.settings_of_model(end, pad))
+    write_json(folder, SETTINGS, generation.settings_of_model(ends, pad))
     if tokenizer is None or settings is None:
         return ["The run was trained on token ids: the folder has no tokenizer."]
     # of a recurrence there is none
     most = described.get("max_position_embeddings", model.config.train.seq_len)
     notes = write_tokenizer(folder, tokenizer, settings, model.run, most)
+    if spelt:
+        notes.append(
+            f"Answers end with the text {spelt!r}, which is no token: stop generation there."
+        )
     if (spare := model.vocab_size - tokenizer.vocab_size) > 0:
         notes.append(
             f"The last {spare} of {model.vocab_size} rows of the vocabulary pad it: no token "
             "has them."
         )
     return notes
+
+
+def _ends(tokenizer: FileTokenizer, run: Path) -> tuple[list[int], str]:
+    """The ids that end a text, those of learned answers too, and a text that ends them instead."""
+    template = kept_template(run)
+    if template is not None and template.trained:
+        dialogue = Dialogue(template, tokenizer)
+        with suppress(UserError):  # some refuse a question alone
+            return dialogue.ends, dialogue.spelt_end
+    return [tokenizer.end_of_document], ""

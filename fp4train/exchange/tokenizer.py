@@ -121,14 +121,12 @@ def write_tokenizer(
     folder.write(TOKENIZER, text.encode())
     if (template := kept_template(run)) is not None:
         folder.write("chat_template.jinja", template.source.encode())
-        if (end := template.variables.get("eos_token") or tokenizer.end) != tokenizer.end:
-            if template.trained:
-                how = "was trained with"
-            else:
-                how = "is written for"
-            notes.append(
-                f"The chat template {how} the eos_token `{end}`; here it is `{tokenizer.end}`."
-            )
+        how = "was trained with" if template.trained else "is written for"
+        for name in TOKENS:
+            theirs, ours = template.variables.get(name), settings.special.get(name)
+            if name in template.source and theirs != ours:
+                named = f"{name} `{theirs}`" if theirs else f"{name} left empty"
+                notes.append(f"The chat template {how} {named}; here it is `{ours}`.")
     table = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         **settings.special,

@@ -79,7 +79,9 @@ def test_the_template_is_that_of_the_tokenizers_folder_and_is_kept(tmp_path: Pat
     assert find_template(None, str(folder / "tokenizer.json"), tmp_path / "other").source == "own"
 
 
-def test_of_several_templates_the_default_is_taken(tmp_path: Path) -> None:
+def test_of_several_templates_the_default_is_taken_and_the_others_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "plain"}]
     settings = {
         "chat_template": named,
@@ -89,6 +91,11 @@ def test_of_several_templates_the_default_is_taken(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     found = find_template(None, str(tmp_path), tmp_path / "run")
     assert (found.source, found.variables) == ("plain", {"pad_token": "<pad>"})
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates/rag.jinja").write_text("documents")
+    assert "which are left alone: tool_use" in caplog.text
+    keep_template(tmp_path, tmp_path / "other")
+    assert "which are left alone: rag, tool_use" in caplog.text
 
 
 def test_a_resumed_run_is_told_the_day_on_which_it_began(tmp_path: Path) -> None:
@@ -147,3 +154,16 @@ def test_files_that_are_not_there_are_refused(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text("[" + "9" * 5000 + "]")
     with pytest.raises(DataError, match=r"no JSON table: an integer has more than 4,300 digits$"):
         find_template(None, str(tmp_path), tmp_path / "run")
+
+
+def test_a_file_is_told_the_special_tokens_of_the_tokenizers_folder(tmp_path: Path) -> None:
+    """As transformers tells them to it where the export is used."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "tokenizer_config.json").write_text('{"bos_token": "<|b|>", "padding_side": "left"}')
+    (tmp_path / "mine.jinja").write_text("{{ bos_token }}mine")
+    for number, tokenizer in enumerate((folder, folder / "tokenizer.json")):
+        run = tmp_path / f"run{number}"
+        found = find_template(str(tmp_path / "mine.jinja"), str(tokenizer), run)
+        assert found.variables == {"bos_token": "<|b|>"}
+        assert found.render(TALK) == "<|b|>mine"

@@ -93,7 +93,7 @@ def test_a_run_without_evaluations_or_records_says_so_in_its_card(
     export_huggingface(run, tmp_path / "out")
     card = (tmp_path / "out/README.md").read_text()
     assert (
-        "The run has no evaluation up to step 6." in card
+        "The run keeps no evaluation up to step 6." in card
         and card.count("has no record of what ran") == 2
     )
 
@@ -118,7 +118,7 @@ def test_damaged_metrics_are_said_and_are_no_run_without_evaluation(
     said = f"{count} lines of metrics.jsonl are damaged"
     assert count > 1 and said in command("export", run, "to=hf", f"out={tmp_path / 'out'}")
     card = (tmp_path / "out/README.md").read_text()
-    assert said in card and "The run has no evaluation up to step 6 that can be read." in card
+    assert said in card and "The run keeps no evaluation up to step 6 that can be read." in card
 
 
 @pytest.mark.parametrize("left", [0, 100])

@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 from command_line import Cli
 from finished_runs import FinishedRuns
 
+from fp4train.data import CHATML, ChatTemplate
 from fp4train.exchange.huggingface import export_huggingface
 from fp4train.exchange.verify import verify
 
@@ -64,3 +66,39 @@ def test_texts_are_padded_by_the_end_of_a_document_where_no_token_is_named(hande
     assert not {"mask_token", "unk_token", "padding_side"} & settings.keys()
     (end,) = [table(folder, "generation_config.json")["eos_token_id"]]
     assert table(folder, "generation_config.json")["pad_token_id"] == end
+
+
+def test_text_of_a_run_on_conversations_ends_where_its_answers_do(
+    finished: FinishedRuns, cli: Cli, tmp_path: Path
+) -> None:
+    """`generate` would go on behind them with the next question, and so would servers."""
+    folder = tmp_path / "begun"
+    notes = export_huggingface(finished("train.steps=2"), folder).notes
+    assert not any("Answers end" in note for note in notes)
+    end = table(folder, "generation_config.json")["eos_token_id"]
+    tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.add_special_tokens(["<|im_end|>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    assert cli("run.name=a", f"init={folder}", "train.steps=1").code == 0
+    for source, ends in (
+        (CHATML, [end, tokenizer.token_to_id("<|im_end|>")]),
+        ("{{ messages[2].content }}", end),  # refuses a question with its answer
+    ):
+        ChatTemplate(source=source).save(Path("runs/a"))
+        again = tmp_path / f"again{len(source)}"
+        export_huggingface(Path("runs/a"), again)
+        assert verify(again, Path("runs/a")).equal
+        for name in ("generation_config.json", "config.json"):
+            assert table(again, name)["eos_token_id"] == ends
+
+
+def test_what_a_chat_template_is_told_elsewhere_and_an_end_that_is_no_token_are_noted(
+    finished: FinishedRuns, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(finished("train.steps=2"), run)
+    source = "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}\n{% endfor %}"
+    ChatTemplate(source=source).save(run)
+    notes = export_huggingface(run, tmp_path / "a").notes
+    assert "trained with eos_token left empty; here it is `<|end|>`" in " ".join(notes)
+    assert "Answers end with the text 'user:', which is no token" in " ".join(notes)

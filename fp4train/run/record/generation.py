@@ -41,9 +41,9 @@ class GenerationSettings:
     ends: list[int] = field(default_factory=list)
     settings: dict[str, Any] = field(default_factory=dict)
 
-    def ends_of_model(self, end: int | None) -> int | list[int] | None:
-        """What `config.json` of an export has, whose documents end with `end`."""
-        return _joined(self.ends, end)
+    def ends_of_model(self, ends: list[int]) -> int | list[int] | None:
+        """What `config.json` of an export has, whose texts end with `ends`."""
+        return _joined([*self.ends, *ends])
 
     @property
     def pad(self) -> int | None:
@@ -51,15 +51,15 @@ class GenerationSettings:
         pad = self.settings.get(_PAD)
         return pad if type(pad) is int else None
 
-    def settings_of_model(self, end: int | None, pad: int | None) -> dict[str, Any]:
-        """What `generation_config.json` of an export has, whose documents end with `end`.
+    def settings_of_model(self, ends: list[int], pad: int | None) -> dict[str, Any]:
+        """What `generation_config.json` of an export has, whose texts end with `ends`.
 
         Args:
             pad: the id with which its tokenizer pads, where the folder named none.
         """
         named = _ids(self.settings, SETTINGS) or self.ends
         padding = pad if self.pad is None else self.pad
-        return {**self.settings, _END: _joined(named, end), _PAD: padding}
+        return {**self.settings, _END: _joined([*named, *ends]), _PAD: padding}
 
 
 def belongs_to(folder: Path, tokenizer: object) -> bool:
@@ -135,7 +135,7 @@ def _ids(table: dict[str, Any], name: str) -> list[int]:
     return ids
 
 
-def _joined(ids: list[int], end: int | None) -> int | list[int] | None:
-    """The ids and the end of a document, each once; one alone, as most folders have it."""
-    ids = list(dict.fromkeys([*ids, *([] if end is None else [end])]))
+def _joined(ids: list[int]) -> int | list[int] | None:
+    """The ids, each once; one alone, as most folders have it."""
+    ids = list(dict.fromkeys(ids))
     return ids if len(ids) > 1 else ids[0] if ids else None
