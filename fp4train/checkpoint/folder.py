@@ -161,6 +161,7 @@ def load(
     kind: str | None = None,
     ranks: CheckpointGroup = ALONE,
     verify: bool = True,
+    room: int = 0,
 ) -> Checkpoint:
     """The newest whole checkpoint in `folder`, or the one of `step` exactly.
 
@@ -174,6 +175,8 @@ def load(
         ranks: the ranks that read it.
         verify: whether the files are compared with their checksums; without it, for a look at what
             there is, their headers alone are read, and no doubt is told.
+        room: bytes of main memory for copies of what this rank verifies, from which its tensors are
+            read (`StoredTensors.close`).
 
     Raises:
         UserError: nothing usable (every checkpoint is named with its reason), or written by a newer
@@ -196,7 +199,8 @@ def load(
         newer = None
         try:
             with opened_folder(folder) as opened, opened.folder(path.name) as checkpoint:
-                tensors, state = read(checkpoint, candidate, ranks if verify else None, kind=kind)
+                verifying = ranks if verify else None
+                tensors, state = read(checkpoint, candidate, verifying, kind=kind, room=room)
         except Unusable as reason:
             problem = str(reason)
         except OSError as error:

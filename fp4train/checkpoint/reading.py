@@ -1,5 +1,6 @@
 """Reading one checkpoint: every file is verified first, then tensors are read when they are asked
-for, whole or a box.
+for, whole or a box. Of a file that a rank verifies a copy stays in main memory, where there is room,
+until the run has read its state: it is read once.
 
 Whichever files and parts the tensors were written in, any box of them is put together from the
 parts that overlap it; so a checkpoint of one number of ranks is read on another, and no rank reads
@@ -60,13 +61,18 @@ class StoredTensors(Mapping[str, Tensor]):
         folder: the checkpoint's directory.
         files: files of tensors, by name.
         aliases: names of tensors that are stored under another name.
+        copies: descriptors of files in memory that are read in the place of those of their names.
 
     Raises:
         ValueError: the parts do not make whole tensors, or an alias stands for nothing.
     """
 
     def __init__(
-        self, folder: Folder, files: Mapping[str, File], aliases: Mapping[str, str]
+        self,
+        folder: Folder,
+        files: Mapping[str, File],
+        aliases: Mapping[str, str],
+        copies: Mapping[str, int] | None = None,
     ) -> None:
         self.path = folder.path
         self._files = files
@@ -81,8 +87,12 @@ class StoredTensors(Mapping[str, Tensor]):
         ):
             raise ValueError(f"{lost} stands for {aliases[lost]}, which is not there")
         self._boxes |= {name: self._boxes[target] for name, target in aliases.items()}
-        self._open: OrderedDict[str, int] = OrderedDict()
+        self._open = OrderedDict(copies or {})
         weakref.finalize(self, _close, self._open)
+
+    def close(self) -> None:
+        """Free the copies in memory; what is read after that is read from the files."""
+        _close(self._open)
 
     def stack(self, name: str, parts: Sequence[Sequence[str]]) -> None:
         """Let `name` be a tensor [E, N, K]: for each e the matrices [·, K] of the names in `parts`,
@@ -190,12 +200,18 @@ class Unusable(Exception):
 
 
 def read(
-    folder: Folder, step: int, ranks: CheckpointGroup | None, *, kind: str | None = None
+    folder: Folder,
+    step: int,
+    ranks: CheckpointGroup | None,
+    *,
+    kind: str | None = None,
+    room: int = 0,
 ) -> tuple[StoredTensors, dict[str, JSON]]:
     """The checkpoint in `folder`, of whose files this rank verifies a part, and without ranks the
     state alone; nothing here waits for another rank. `kind`: tensors in files of another kind are
-    left out.
+    left out. `room`: bytes of main memory for copies of verified files.
     """
+    copies: dict[str, int] = {}
     try:
         body = json.loads(folder.read(STATE, layout.STATE_LIMIT))
         if not isinstance(body, dict) or body.get("format") != layout.FORMAT:
@@ -231,32 +247,42 @@ def read(
             files = {name: file for name, file in files.items() if layout.kind_of(name) == kind}
             key = layout.key_of(kind)
             aliases = {name: aliases[name] for name in aliases if name.startswith(f"{key}/")}
-        largest_first = sorted(files, key=lambda name: (-files[name]["bytes"], name))
-        if ranks is None:
-            verified = set()
-        else:
-            verified = set(largest_first[ranks.rank :: ranks.size])
-        read = {name: _file(folder, name, files[name], verify=name in verified) for name in files}
-        return StoredTensors(folder, read, aliases), state
+        # by name: as many ranks as wrote it verify the files that they read
+        verified = sorted(files)[ranks.rank :: ranks.size] if ranks is not None else []
+        if hasattr(os, "memfd_create") and sum(files[name]["bytes"] for name in verified) <= room:
+            copies = {name: os.memfd_create(name) for name in verified}
+        read = {
+            name: _file(folder, name, files[name], copies.get(name), verify=name in verified)
+            for name in files
+        }
+        tensors = StoredTensors(folder, read, aliases, copies)
+        copies = {}
+        return tensors, state
     except FileNotFoundError as error:
         raise Unusable(f"{Path(str(error.filename)).name} is missing") from error
     except OSError as error:
         raise Unusable(in_words(error)) from error
     except (LookupError, TypeError, ValueError, RecursionError, AttributeError) as error:
         raise Unusable(f"{STATE} is damaged ({type(error).__name__}: {error})") from error
+    finally:
+        _close(OrderedDict(copies))
 
 
-def _file(folder: Folder, name: str, described: Mapping[str, Any], *, verify: bool) -> File:
-    """A file of tensors of the right size, and with `verify` of the right checksum."""
+def _file(
+    folder: Folder, name: str, described: Mapping[str, Any], copy: int | None, *, verify: bool
+) -> File:
+    """A file of tensors of the right size, and with `verify` of the right checksum; written to the
+    descriptor `copy`, if there is one.
+    """
     descriptor = folder.descriptor_of(name)
     try:
         status = status_of(descriptor)
         if (size := os.fstat(descriptor).st_size) != described["bytes"]:
             raise Unusable(f"{name} has {size} bytes instead of {described['bytes']}")
         try:
-            if verify and checksum(descriptor, size) != described["sha256"]:
+            if verify and checksum(descriptor, size, copy) != described["sha256"]:
                 raise Unusable(f"{name} is damaged (checksum differs)")
-            return File(status=status, boxes=read_header(descriptor, size))
+            return File(status=status, boxes=read_header(copy or descriptor, size))
         except ValueError as error:
             raise Unusable(f"{name} is damaged ({error})") from error
     finally:

@@ -187,8 +187,8 @@ def write_tensors(
     return 8 + len(text) + end
 
 
-def checksum(descriptor: int, size: int) -> str:
-    """The SHA-256 of a file of `size` bytes.
+def checksum(descriptor: int, size: int, copy: int | None = None) -> str:
+    """The SHA-256 of a file of `size` bytes, which are written to the descriptor `copy` as well.
 
     Raises:
         ValueError: it is shorter.
@@ -201,6 +201,8 @@ def checksum(descriptor: int, size: int) -> str:
         if not count:
             raise ValueError(f"it ends after {done} of {size} bytes")
         digest.update(view[:count])
+        if copy is not None:
+            write_all(copy, view[:count])
         done += count
     return digest.hexdigest()
 

@@ -108,10 +108,11 @@ def check_cut(config: Config, mesh: Mesh) -> None:
             per_rank = f" × train.microbatch={rows}"
         below = batch // step * step
         near = " or ".join(str(size) for size in (below, below + step) if size)
+        fits = [str(n) for n in range(1, 2 * ranks) if batch % (n * (rows or 1)) == 0]
         raise UserError(
             f"train.batch_size={batch} is not divisible by {ranks} data ranks{per_rank}: every "
-            f"rank must have the same number of sequences and microbatches; use "
-            f"train.batch_size={near}"
+            f"rank must have the same number of sequences and microbatches. Ranks that "
+            f"divide it: {', '.join(fits[-4:])}; or use train.batch_size={near}"
         )
     sequences = config.train.rows(ranks)
     if config.parallel.sp and sequences * config.train.seq_len % mesh.tensor:

@@ -20,6 +20,7 @@ from fp4train.errors import OtherRunError, UserError
 from fp4train.keys import MayDiffer, in_sections
 from fp4train.parallel.world import World
 from fp4train.run.checks import check_cut
+from fp4train.run.host import free_memory
 from fp4train.run.initial import open_init
 from fp4train.run.origin import Branched, Fresh, Init, Origin, Resume, Rewound
 from fp4train.run.record import directory as run_directory, journal
@@ -123,7 +124,8 @@ def find_checkpoint(command: Command, world: World) -> Checkpoint | None:
         return None
     run, step = chosen
     with world.same_outcome():
-        return checkpoint.load(run / run_directory.CHECKPOINTS, step, ranks=world.ranks)
+        room = (free_memory() or 0) // 2 // world.place.local_size
+        return checkpoint.load(run / run_directory.CHECKPOINTS, step, ranks=world.ranks, room=room)
 
 
 def start_step(config: Config, source: Path) -> int:

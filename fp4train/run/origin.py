@@ -305,6 +305,7 @@ class Continued(Origin):
 
     def load(self, run: Run) -> None:
         run.restore(self.checkpoint, other_data=self.other_data)
+        self.checkpoint.tensors.close()
         run.course.plan = run.course.plan.since(run.step)
         recorded = journal.recorded_formats(journal.read_journal(self.source))
         check_formats(run.course.plan, recorded, self.source)

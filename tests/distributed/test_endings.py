@@ -29,7 +29,8 @@ Ranks = Any
         (["train.batch_size=3"], "train.batch_size=3 is not divisible by 2 data ranks"),
         pytest.param(
             ["train.microbatch=4"],
-            "train.batch_size=4 is not divisible by 2 data ranks × train.microbatch=4",
+            "train.batch_size=4 is not divisible by 2 data ranks × train.microbatch=4: every rank must "
+            "have the same number of sequences and microbatches. Ranks that divide it: 1; or use",
             marks=pytest.mark.long,
         ),
         (

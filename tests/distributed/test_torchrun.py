@@ -66,6 +66,32 @@ def test_a_killed_rank_and_a_restart_end_in_the_same_bits(ranks: Ranks) -> None:
 
 
 @pytest.mark.long
+def test_the_machine_that_is_left_of_an_elastic_range_goes_on_with_the_whole_batch(
+    ranks: Ranks,
+) -> None:
+    """Its one rank has the microbatches of both; with them come the same bits."""
+    with_its_agent = "os.kill(os.getppid(), 9); os.kill(os.getpid(), 9)"
+    program = DIES_ONCE.replace("os.kill(os.getpid(), 9)", with_its_agent)
+    (ranks.folder / "dies_once.py").write_text(program)
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    machine = (
+        *("--nnodes", "1:2", "--nproc-per-node", "1", "--rdzv-id", "two", "--rdzv-backend", "c10d"),
+        *("--rdzv-endpoint", f"localhost:{port}", "--max-restarts", "3"),
+        *("--rdzv-conf", "last_call_timeout=20,keep_alive_interval=1,keep_alive_max_attempt=3"),
+    )
+    options = ranks.tiny("run.name=restarted", "checkpoint.every=2", "train.microbatch=2")
+    jobs = [torchrun(ranks, "dies_once.py", *options, machine=machine)]
+    time.sleep(3)  # the first one keeps the store
+    jobs.append(torchrun(ranks, "dies_once.py", *options, machine=machine))
+    said = [job.communicate(timeout=240)[1] for job in jobs]
+    assert [job.returncode for job in jobs] == [0, -9], said
+    assert "2 ranks (2 shards)" in said[0] and "going on from step 2" in said[0]
+    ranks.same(ranks.reference("train.microbatch=2"), "restarted")
+
+
+@pytest.mark.long
 def test_torchruns_of_two_machines_meet_again_after_a_killed_rank(ranks: Ranks) -> None:
     """Only the one whose rank was killed counts a restart."""
     (ranks.folder / "dies_once.py").write_text(DIES_ONCE)

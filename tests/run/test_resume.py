@@ -1,14 +1,17 @@
 """A run that was interrupted equals one that was not, to the bit."""
 
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import yaml
-from command_line import Cli, StopAt, events, losses, recorded
+from command_line import STEADY, Cli, StopAt, events, losses, recorded
 from lengths import long_but
 
 from fp4train import checkpoint
+from fp4train.run import find
 
 CASES = {
     "nvfp4 through its cooldown phase": [],
@@ -394,3 +397,39 @@ def test_keys_that_a_resume_leaves_out_have_their_defaults(cli: Cli) -> None:
     assert cli("resume=runs/a", "run.name=b", "train.steps=3", *words).code == 0
     saved = yaml.safe_load((run.parent / "b/config.yaml").read_text())
     assert "last" not in saved["policy"] and "gemms" not in saved["phases"]["cooldown"]
+
+
+def test_a_resume_reads_each_byte_of_its_checkpoint_once(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cli.trained("run.name=a", "train.steps=2", *STEADY)
+    files = {path.stat().st_ino: path for path in Path("runs/a/checkpoints").rglob("*.safetensors")}
+    sizes = {path.name: path.stat().st_size for path in files.values()}
+    counted = dict.fromkeys(sizes, 0)
+
+    def counting(read: Any) -> Any:
+        def call(descriptor: int, *arguments: Any) -> Any:
+            result = read(descriptor, *arguments)
+            path = files.get(os.fstat(descriptor).st_ino)
+            if path is not None:
+                counted[path.name] += result if isinstance(result, int) else len(result)
+            return result
+
+        return call
+
+    for name in ("read", "pread", "preadv"):
+        monkeypatch.setattr(os, name, counting(getattr(os, name)))
+    before = {int(path.name) for path in Path("/proc/self/fd").iterdir()}
+    assert cli("resume=runs/a", "train.steps=3").code == 0
+    assert counted == sizes and all(sizes.values())
+    held = [path for path in Path("/proc/self/fd").iterdir() if int(path.name) not in before]
+    assert not [path for path in held if path.is_symlink() and "memfd" in os.readlink(path)]
+
+
+def test_without_room_in_memory_a_checkpoint_is_verified_and_then_read(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cli.trained("run.name=a", "train.steps=2", *STEADY)
+    monkeypatch.setattr(find, "free_memory", lambda: None)
+    monkeypatch.setattr(os, "memfd_create", lambda name: 1 // 0)
+    assert cli("resume=runs/a", "train.steps=3").code == 0
