@@ -47,17 +47,25 @@ class DataError(UserError, ValueError):
     """Data, or a tokenizer, that cannot be read or does not fit the run."""
 
 
-def check_local(path: object, key: str = "") -> None:
+def check_local(path: object, key: str = "", *, stores: bool = False) -> None:
     """Refuse a path that lies in another storage than the files of this machine.
 
     Args:
         key: key that names it; empty: it stands alone.
+        stores: whether it may lie on a store that fsspec knows.
     """
     if match := _SCHEME.search(str(path)):
         scheme = match[1] or match[2]
+        places = "files of this machine"
+        if stores:
+            from fsspec import available_protocols
+
+            if match[1] in available_protocols():
+                return
+            places += " and of stores that fsspec knows (s3, gs, hf, …)"
         raise DataError(
-            f"{f'{key}={path}' if key else path}: {scheme}:// is no path here, and only files of "
-            "this machine are read and written: copy it to a disk, or mount it, and give that path"
+            f"{f'{key}={path}' if key else path}: {scheme}:// is no path here, where only "
+            f"{places} are read and written: copy it to a disk, or mount it, and give that path"
         )
 
 

@@ -4,7 +4,7 @@ of the types here.
     path: PathText                    # a file or folder
     name: PathOrHubName               # or the name of a data set or model on the Hugging Face hub
     entity: DestinationText           # an account or project of a service that gets what the run measures
-    path: DataPaths                   # files or folders of data, which may move
+    path: DataPaths                   # files or folders of data, which may move or lie on a store
     cache_dir: CacheFolder            # a folder of what can be made again
 
 They are text to everything else. A configuration that somebody else wrote may by itself name no
@@ -26,10 +26,11 @@ from fp4train.keys import CHANGES_NOTHING, MOVABLE
 @dataclass(frozen=True)
 class NamesPath:
     """Marks a text that names a file or folder; with `hub` it may be a name on the Hugging Face hub
-    as well.
+    as well, with `stores` a path on an object store.
     """
 
     hub: bool = False
+    stores: bool = False
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,9 @@ _OF_WEIGHTS = re.compile(r"(.+?)(?:@(\d{1,18}))?(?::([a-z]\w*))?", re.ASCII | re
 PathText = Annotated[str, NamesPath()]
 PathOrHubName = Annotated[str, NamesPath(hub=True)]
 DestinationText = Annotated[str, NamesDestination()]
-DataPaths = Annotated[PathText | Sequence[PathText], MOVABLE]
+ON_STORE = NamesPath(stores=True)
+StoreText = Annotated[str, ON_STORE]
+DataPaths = Annotated[StoreText | Sequence[StoreText], MOVABLE]
 CacheFolder = Annotated[PathText, CHANGES_NOTHING]
 
 

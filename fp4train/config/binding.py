@@ -23,7 +23,7 @@ from fp4train.config.plugins import own_class
 from fp4train.config.unknown import unknown_key
 from fp4train.errors import UserError, check_local, user_errors
 from fp4train.keys import MayDiffer, WrittenUnder
-from fp4train.paths import NamesDestination, NamesPath, is_hub_name
+from fp4train.paths import ON_STORE, NamesDestination, NamesPath, is_hub_name
 
 M = TypeVar("M")
 
@@ -59,7 +59,7 @@ def bind(node: Any, hint: Any, path: str) -> Any:
     if isinstance(node, str) and node == MISSING:
         raise UserError(f"{path} must be given: {path}=…")
     if isinstance(node, str) and ":/" in node and takes_path(hint):
-        check_local(node, path)
+        check_local(node, path, stores=mark_of(hint, NamesPath) == ON_STORE)
     if isinstance(node, Mapping):
         return _bind_mapping(node, options, path, mark_of(hint, WrittenUnder))
     for option in options:

@@ -12,6 +12,7 @@ from typing import BinaryIO, cast
 
 from fp4train.data.containers import SKIPPABLE, ZSTD
 from fp4train.errors import DataError, reason
+from fp4train.stores import native_file
 
 GZIP = b"\x1f\x8b"
 SUFFIXES = (".gz", ".zst")
@@ -45,7 +46,7 @@ def _zstd(path: Path) -> BinaryIO:
         raise DataError(
             f"{path} is compressed by zstd, which needs pyarrow: pip install pyarrow"
         ) from error
-    return cast(BinaryIO, pyarrow.CompressedInputStream(pyarrow.OSFile(str(path)), "zstd"))
+    return cast(BinaryIO, pyarrow.CompressedInputStream(native_file(path), "zstd"))
 
 
 def plain_name(path: Path) -> str:

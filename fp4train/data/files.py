@@ -18,15 +18,18 @@ from fp4train.data.containers import HEAD, TAIL, container
 from fp4train.data.stored import Stamp, stamp_of
 from fp4train.data.tokens import Piece
 from fp4train.errors import DataError, check_local, data_errors, reason
+from fp4train.stores import StorePath
 from fp4train.text import counted, first_few, nearest
 
 PIECE_CHARACTERS = 1 << 16
+ON_STORES = ("data.path", "data.val_path")
+"""Keys whose files may lie on an object store."""
 
 _log = logging.getLogger(__name__)
 
 
 def expanded(path: str, key: str) -> Path:
-    """`path` with ~ and ~somebody written out.
+    """`path` with ~ and ~somebody written out; of data it may lie on a store.
 
     Raises:
         DataError: it is empty, as an unset variable of a shell leaves it, lies in another storage,
@@ -34,10 +37,11 @@ def expanded(path: str, key: str) -> Path:
     """
     if not path.strip():
         raise DataError(f"{key}= is empty: give a path; . is the working directory")
-    check_local(path, key)
+    check_local(path, key, stores=key in ON_STORES)
+    path = path.removeprefix("file://")
     # somebody who is not there
     with data_errors(RuntimeError, before=f"{key}={path} does not exist: "):
-        return Path(path).expanduser()
+        return (StorePath if "://" in path else Path)(path).expanduser()
 
 
 def existing_path(path: str, key: str) -> Path:
@@ -46,6 +50,8 @@ def existing_path(path: str, key: str) -> Path:
     with data_errors(OSError, before=f"{key}={path} cannot be read: ", message=reason):
         if place.exists():
             return place
+    if isinstance(place, StorePath):
+        raise DataError(f"{key}={path} does not exist: the store has no object that begins so")
     parent = place.absolute().parent
     while not parent.is_dir():
         parent = parent.parent
@@ -125,8 +131,12 @@ def files_of(path: str, suffixes: Sequence[str], key: str) -> list[Path]:
     """
     place = expanded(path, key)
     is_pattern = glob.has_magic(str(place)) and not os.path.lexists(place)
+    matches: Sequence[Path]
     if is_pattern:
-        matches = sorted(Path(match) for match in glob.glob(str(place), recursive=True))
+        if isinstance(place, StorePath):
+            matches = sorted(place.listed("glob"))
+        else:
+            matches = sorted(Path(match) for match in glob.glob(str(place), recursive=True))
         place = Path(*takewhile(lambda part: not glob.has_magic(part), place.parts))
     else:
         matches = [existing_path(path, key)]
@@ -149,6 +159,8 @@ def files_of(path: str, suffixes: Sequence[str], key: str) -> list[Path]:
     if not filled:
         what = " is empty" if of_data == [place] else ": each of its files is empty"
         raise DataError(f"{key}={path}{what}")
+    if isinstance(first := filled[0], StorePath):
+        _log.info("%s=%s: %d objects, known by %s", key, path, len(filled), first.known_by)
     return filled
 
 
@@ -176,7 +188,9 @@ def _with_suffixes(
             continue
         below: list[Path] = []
         versions: dict[str, str] = {}
-        for folder, names, files in os.walk(match, onerror=refuse):
+        if isinstance(match, StorePath):
+            below += [file for file in match.listed("find") if "/." not in str(file)]
+        for folder, names, files in () if below else os.walk(match, onerror=refuse):
             names[:] = [name for name in names if not name.startswith(".")]
             if _OF_DATASETS in files:
                 files = _once(folder, files, versions, key)

@@ -8,7 +8,8 @@ from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fp4train.errors import DataError
+from fp4train.errors import DataError, UserError
+from fp4train.stores import native_file
 from fp4train.text import first_line
 
 BATCH_BYTES = 1 << 26
@@ -84,7 +85,7 @@ def row_groups(path: Path, column: str, size: int) -> Iterator[tuple[int, FileSt
     with table_errors(path):
         import pyarrow.parquet
 
-        metadata = pyarrow.parquet.read_metadata(path)
+        metadata = pyarrow.parquet.read_metadata(native_file(path))
         sizes = [
             sum(
                 chunk.total_uncompressed_size
@@ -112,7 +113,7 @@ def _parquet(path: Path, columns: ReadColumns, stretch: FileStretch) -> Iterator
     with table_errors(path):
         import pyarrow.parquet
 
-        file = pyarrow.parquet.ParquetFile(path, buffer_size=1 << 20, pre_buffer=False)
+        file = pyarrow.parquet.ParquetFile(native_file(path), buffer_size=1 << 20, pre_buffer=False)
     with file:
         if not file.metadata.num_rows:
             return
@@ -160,7 +161,7 @@ def _arrow(path: Path, columns: ReadColumns) -> Iterator[Batch]:
         import pyarrow
 
         def opened(**options: Any) -> Any:
-            file = pyarrow.OSFile(str(path))
+            file = native_file(path)
             stream = file.read(6) != b"ARROW1"
             file.seek(0)
             if stream:
@@ -242,7 +243,7 @@ def table_errors(path: Path, place: str = "") -> Iterator[None]:
         raise DataError(
             f"{path} needs the package pyarrow ({error}): pip install datasets"
         ) from error
-    except (DataError, MemoryError):
+    except (UserError, MemoryError):
         raise
     except Exception as error:
         at = f", {place}" if place else ""

@@ -95,7 +95,7 @@ def test_a_path_of_another_storage_is_refused_wherever_it_is_given(
         *(["data.path", "data=text"], ["data.cache_dir", "data=text", "data.path=a"]),
     ):
         key, *others = words
-        for folder in ("", "mine/"):
+        for folder in ("mine/",) if key == "data.path" else ("", "mine/"):
             with pytest.raises(UserError, match=f"^({key}=|run.dir=runs/)?{folder}{said}"):
                 to_config(next(composed([*others, f"{key}={folder}{place}"])).cfg)
     assert not list(working_folder.iterdir())

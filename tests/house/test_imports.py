@@ -14,8 +14,8 @@ ROOT = Path(__file__).parents[2]
 
 STAGES = {
     "fp4train": "transformer_engine triton torchao wandb datasets tokenizers matplotlib "
-    "hydra omegaconf",
-    "fp4train.data": "datasets tokenizers pyarrow hydra omegaconf",
+    "hydra omegaconf fsspec s3fs",
+    "fp4train.data": "datasets tokenizers pyarrow hydra omegaconf fsspec s3fs",
     "fp4train.quantize.triton": "triton",
     "fp4train.backends.te": "transformer_engine",
     "fp4train.lab.analysis.compare": "matplotlib",
