@@ -87,6 +87,14 @@ def _entries(node: yaml.Node | None, prefix: str) -> Iterator[_Entry]:
         yield from _entries(value, f"{prefix}{name.value}.")
 
 
+@cache
+def _base(path: Path) -> str:
+    """The option that the file of an option begins with; empty: there is none."""
+    body = yaml.safe_load(path.read_text(encoding="utf-8"))
+    listed = body.get("defaults", []) if isinstance(body, dict) else []
+    return next((item for item in listed if isinstance(item, str) and item != "_self_"), "")
+
+
 def _header(lines: Iterable[str]) -> str:
     """The comment at the top of a file, without the line that is Hydra's."""
     top: list[str] = []
@@ -140,7 +148,7 @@ class Descriptions:
         while path is not None:
             if text := comments(path).keys.get(below, ""):
                 return text
-            path = self._base(group, path)
+            path = self.file(group, base) if (base := _base(path)) else None
         for kind in getattr(key.owner, "__mro__", ()):  # a class may inherit the field
             if text := self._of_fields.get((kind.__name__, key.name), ""):
                 return text
@@ -164,10 +172,3 @@ class Descriptions:
         return next(
             (place / f"{name}.yaml" for place in places if (place / f"{name}.yaml").is_file()), None
         )
-
-    def _base(self, group: str, path: Path) -> Path | None:
-        """The option that the file of an option begins with."""
-        body = yaml.safe_load(path.read_text(encoding="utf-8"))
-        listed = body.get("defaults", []) if isinstance(body, dict) else []
-        names = [item for item in listed if isinstance(item, str) and item != "_self_"]
-        return self.file(group, names[0]) if names else None

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from small_transformers import COOLDOWN, PHASES, POLICY, STEPS, framework, llama, loader, same
 
+import fp4train.integrations as integrations
 from fp4train.errors import UserError
-from fp4train.integrations import LightningPrecision
 from fp4train.precision import BF16, Phase
 
 pytestmark = pytest.mark.filterwarnings(
@@ -64,7 +64,9 @@ def train(
     checkpoints = lightning.callbacks.ModelCheckpoint(
         dirpath=folder, filename="{step}", every_n_train_steps=STEPS // 2, save_top_k=-1
     )
-    precision = LightningPrecision(recipe, policy=POLICY, phases=PHASES, cooldown=COOLDOWN)
+    precision = integrations.LightningPrecision(
+        recipe, policy=POLICY, phases=PHASES, cooldown=COOLDOWN
+    )
     trainer = lightning.Trainer(
         max_steps=STEPS,
         max_epochs=-1,
@@ -114,7 +116,7 @@ def test_a_validation_of_lightnings_average_is_that_of_its_weights_and_leaves_tr
             val_check_interval=1,
             limit_val_batches=validations,
             num_sanity_val_steps=0,
-            callbacks=[LightningPrecision(recipe, policy=POLICY), average],
+            callbacks=[integrations.LightningPrecision(recipe, policy=POLICY), average],
             **QUIET,
         ).fit(module, loader(), loader())
         return module
@@ -140,13 +142,13 @@ def test_steps_of_several_optimizers_are_known_from_max_steps_alone() -> None:
     """Lightning counts each optimizer's step, and its estimate of their number one per batch."""
     lightning = framework("lightning.pytorch")
     half = Phase(start=0.5, recipe=BF16())
-    callback = LightningPrecision("mxfp8", policy=None, phases=[half])
+    callback = integrations.LightningPrecision("mxfp8", policy=None, phases=[half])
     trainer = lightning.Trainer(max_steps=4, callbacks=[callback], **QUIET)
     trainer.fit(modules().Pair([llama(), llama()]), Batches())
     assert trainer.global_step == 4
     assert callback.precision.plan is not None
     assert [stretch.start for stretch in callback.precision.plan.stretches] == [0, 2]
-    callback = LightningPrecision("mxfp8", policy=None, phases=[half])
+    callback = integrations.LightningPrecision("mxfp8", policy=None, phases=[half])
     trainer = lightning.Trainer(max_epochs=1, callbacks=[callback], **QUIET)
     with pytest.raises(UserError, match=r"does not know its number of steps.*max_steps"):
         trainer.fit(modules().Pair([llama(), llama()]), Batches())

@@ -14,8 +14,9 @@ from small_transformers import SIZES, Rows, adamw, framework, loader
 from torch import Tensor, nn
 
 import fp4train as f4
+import fp4train.integrations as integrations
 from fp4train.errors import UserError
-from fp4train.integrations import Precision, TrainerPrecision
+from fp4train.integrations import Precision
 from fp4train.nn import Experts
 from fp4train.optim.adamw import AdamW
 from fp4train.precision import FP32, MXFP8, NVFP4, LayerPolicy, Recipe, autocast, find_layers
@@ -229,7 +230,10 @@ def test_a_trainer_trains_them_and_its_folder_has_the_same_names(
         str(tmp_path / "run"), save_strategy="no", logging_steps=1, **options
     )
     trainer = theirs.Trainer(
-        model, args, train_dataset=Rows(), callbacks=[TrainerPrecision("nvfp4", policy="all")]
+        model,
+        args,
+        train_dataset=Rows(),
+        callbacks=[integrations.TrainerPrecision("nvfp4", policy="all")],
     )
     trainer.train()
     moved = {

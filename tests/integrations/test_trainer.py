@@ -30,7 +30,6 @@ from small_transformers import (
 import fp4train as f4
 import fp4train.integrations as integrations
 from fp4train.errors import UserError
-from fp4train.integrations import TrainerPrecision
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*gradient_checkpointing.*:FutureWarning",  # the name that all guides use
@@ -65,7 +64,9 @@ def train(
             **options,
         }
     )
-    callback = TrainerPrecision(recipe, policy=POLICY, phases=PHASES, cooldown=COOLDOWN)
+    callback = integrations.TrainerPrecision(
+        recipe, policy=POLICY, phases=PHASES, cooldown=COOLDOWN
+    )
     optimizer = adamw(model)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
     rows: dict[str, Any] = {"train_dataset": Rows(), "eval_dataset": Rows(4)}
@@ -198,7 +199,10 @@ def test_a_model_that_is_not_converted_is_refused_when_the_trainer_is_made(tmp_p
     args = transformers.TrainingArguments(output_dir=str(tmp_path), report_to=[], use_cpu=True)
     with pytest.raises(UserError, match=r"call model = fp4train\.convert\(model\) before the loop"):
         transformers.Trainer(
-            llama(convert=False), args, train_dataset=Rows(), callbacks=[TrainerPrecision()]
+            llama(convert=False),
+            args,
+            train_dataset=Rows(),
+            callbacks=[integrations.TrainerPrecision()],
         )
 
 
