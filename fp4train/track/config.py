@@ -1,7 +1,6 @@
-"""The Hydra group `track`: each entry builds the tracker of a run.
+"""The Hydra group `track`: each entry builds the tracker that stands beside RUN/metrics.jsonl.
 
-Every entry but `NoTracking` writes RUN/metrics.jsonl; that file is what resume, curves and compare
-read.
+Every run but one with `NoTracking` writes that file, which resume, curves and compare read.
 """
 
 import logging
@@ -39,7 +38,7 @@ class Tracking(Protocol):
         *,
         resume_step: int | None = None,
     ) -> Tracker:
-        """The tracker of a run; of a plugin what is called beside RUN/metrics.jsonl.
+        """The tracker that is called beside RUN/metrics.jsonl; it can neither hold nor end the run.
 
         Args:
             run_dir: the folder of the run's files.
@@ -48,47 +47,16 @@ class Tracking(Protocol):
             resume_step: steps done at the checkpoint that the run goes on from; None: it starts at
                 step 0.
         """
+        return NullTracker()
 
 
 @dataclass(frozen=True, kw_only=True)
-class JsonlTracking:
+class JsonlTracking(Tracking):
     """RUN/metrics.jsonl only."""
 
-    def build(
-        self,
-        run_dir: Path,
-        run_name: str,
-        config: Mapping[str, Any],
-        *,
-        resume_step: int | None = None,
-    ) -> Tracker:
-        """Lines after `resume_step` are dropped.
-
-        A service beside the metrics may fail to start: not installed, a broken setting, no answer.
-        """
-        metrics = MetricsLog(run_dir / METRICS, resume_step=resume_step)
-        try:
-            service = self._service(run_dir, run_name, config, resume_step)
-        except Exception as error:
-            _log.warning(
-                "%s is switched off: %s",
-                type(getattr(self, "tracking", self)).__name__.removesuffix("Tracking").lower(),
-                error,
-            )
-            return metrics
-        if service is None:
-            return metrics
-        return Trackers(metrics, service)
-
-    def _service(
-        self, run_dir: Path, run_name: str, config: Mapping[str, Any], step: int | None
-    ) -> Tracker | None:
-        """The tracker beside the metrics log; None: there is none."""
-        return None
-
 
 @dataclass(frozen=True, kw_only=True)
-class WandbTracking(JsonlTracking):
+class WandbTracking(Tracking):
     """RUN/metrics.jsonl, and Weights & Biases beside it.
 
     Args:
@@ -111,44 +79,30 @@ class WandbTracking(JsonlTracking):
         if not self.timeout > 0:
             raise ValueError(f"track.timeout={self.timeout}: must be more than 0 seconds")
 
-    def _service(
-        self, run_dir: Path, run_name: str, config: Mapping[str, Any], step: int | None
+    def build(
+        self,
+        run_dir: Path,
+        run_name: str,
+        config: Mapping[str, Any],
+        *,
+        resume_step: int | None = None,
     ) -> Tracker:
-        settings: dict[str, Any] = {
-            "charts": Charts(project=self.project, entity=self.entity),
-            "group": self.group,
-            "tags": self.tags or None,
-            "offline": self.mode == "offline",
-            "timeout": self.timeout,
-            "resumed": step is not None,
-        }
-        return QueuedTracker(
-            lambda: WandbTracker(run_dir, run_name, config, **settings),
-            WandbTracker.__name__,
-            start_seconds=STARTS * self.timeout + IMPORT_SECONDS,
-            finish_seconds=2 * self.timeout + PROBE_SECONDS,
-            abandon=end_service,
+        return WandbTracker(
+            run_dir,
+            run_name,
+            config,
+            charts=Charts(project=self.project, entity=self.entity),
+            group=self.group,
+            tags=self.tags or None,
+            offline=self.mode == "offline",
+            timeout=self.timeout,
+            resumed=resume_step is not None,
         )
 
 
 @dataclass(frozen=True, kw_only=True)
-class TensorBoardTracking(JsonlTracking):
+class TensorBoardTracking(Tracking):
     """RUN/metrics.jsonl, and an event file of TensorBoard in RUN/tensorboard beside it."""
-
-    def _service(
-        self, run_dir: Path, run_name: str, config: Mapping[str, Any], step: int | None
-    ) -> Tracker:
-        return QueuedTracker(
-            lambda: TensorBoardTracker(run_dir, config, resume_step=step),
-            TensorBoardTracker.__name__,
-            start_seconds=IMPORT_SECONDS,
-            finish_seconds=FLUSH_SECONDS,
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class NoTracking:
-    """Nothing at all, for benchmarks: such a run has no curves and cannot be compared."""
 
     def build(
         self,
@@ -158,26 +112,12 @@ class NoTracking:
         *,
         resume_step: int | None = None,
     ) -> Tracker:
-        return NullTracker()
+        return TensorBoardTracker(run_dir, config, resume_step=resume_step)
 
 
-@dataclass(frozen=True)
-class _PluginTracking(JsonlTracking):
-    """RUN/metrics.jsonl, and the tracker of a plugin beside it, which can neither hold nor end the
-    run.
-    """
-
-    tracking: Tracking
-
-    def _service(
-        self, run_dir: Path, run_name: str, config: Mapping[str, Any], step: int | None
-    ) -> Tracker:
-        return QueuedTracker(
-            lambda: self.tracking.build(run_dir, run_name, config, resume_step=step),
-            type(self.tracking).__name__,
-            start_seconds=IMPORT_SECONDS,
-            finish_seconds=FLUSH_SECONDS,
-        )
+@dataclass(frozen=True, kw_only=True)
+class NoTracking(Tracking):
+    """Nothing at all, for benchmarks: such a run has no curves and cannot be compared."""
 
 
 def start_tracker(
@@ -186,9 +126,33 @@ def start_tracker(
     run_name: str,
     config: Mapping[str, Any],
     *,
-    resume_step: int | None,
+    resume_step: int | None = None,
 ) -> Tracker:
-    """The tracker of a run, whoever wrote the class that `track` names. See `Tracking.build`."""
-    if not isinstance(tracking, JsonlTracking | NoTracking):
-        tracking = _PluginTracking(tracking)
-    return tracking.build(run_dir, run_name, config, resume_step=resume_step)
+    """The tracker of a run: the log of its metrics, whose lines after `resume_step` are dropped,
+    and what `track` names beside it, whoever wrote that. See `Tracking.build`.
+
+    A service may fail to start: not installed, a broken setting, no answer.
+    """
+    if isinstance(tracking, NoTracking):
+        return NullTracker()
+    metrics = MetricsLog(run_dir / METRICS, resume_step=resume_step)
+    if isinstance(tracking, JsonlTracking):
+        return metrics
+    name = type(tracking).__name__.removesuffix("Tracking")
+    start_seconds = IMPORT_SECONDS
+    finish_seconds = FLUSH_SECONDS
+    if isinstance(tracking, WandbTracking):
+        start_seconds += STARTS * tracking.timeout
+        finish_seconds = 2 * tracking.timeout + PROBE_SECONDS
+    try:
+        service = QueuedTracker(
+            lambda: tracking.build(run_dir, run_name, config, resume_step=resume_step),
+            name,
+            start_seconds=start_seconds,
+            finish_seconds=finish_seconds,
+            abandon=end_service,
+        )
+    except Exception as error:
+        _log.warning("%s is switched off: %s", name.lower(), error)
+        return metrics
+    return Trackers(metrics, service)

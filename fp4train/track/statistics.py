@@ -218,28 +218,24 @@ def read_statistics(run: Path) -> Columns:
 def _columns(
     tables: list[tuple[Statistics, NDArray[Any]]], dtype: np.dtype[Any]
 ) -> dict[str, NDArray[Any]]:
-    def join(parts: list[NDArray[Any]], kind: Any) -> NDArray[Any]:
-        if parts:
-            return np.concatenate(parts)
-        return np.empty(0, kind)
+    """The columns of all tables, each row with its step and recipe, and names for numbers."""
 
-    columns = {
-        "step": join(
-            [np.full(len(rows), block.step, np.int64) for block, rows in tables], np.int64
-        ),
-        "recipe": join([np.full(len(rows), block.recipe) for block, rows in tables], np.str_),
-        "layer": join(
-            [np.array(block.layers, np.str_)[rows["layer"]] for block, rows in tables], np.str_
-        ),
-    }
-    for name in dtype.names or ():
-        if name == "operand":
-            columns[name] = join(
-                [np.array(block.names, np.str_)[rows[name]] for block, rows in tables], np.str_
-            )
-        elif name != "layer":
-            columns[name] = join([rows[name] for _, rows in tables], np.float32)
-    return columns
+    def columns(block: Statistics, rows: NDArray[Any]) -> dict[str, NDArray[Any]]:
+        named = {"layer": block.layers, "operand": block.names}
+        shared = {
+            "step": np.full(len(rows), block.step, np.int64),
+            "recipe": np.full(len(rows), block.recipe),
+        }
+        own = {
+            name: np.array(named[name], np.str_)[rows[name]] if name in named else rows[name]
+            for name in dtype.names or ()
+        }
+        return {**shared, **own}
+
+    nothing = np.empty(0, dtype)
+    empty = Statistics(step=0, recipe="", layers=(), names=(), operands=nothing, gradients=nothing)
+    parts = [columns(empty, nothing), *(columns(*table) for table in tables)]
+    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
 
 def _blocks(data: bytes) -> Iterator[ScannedPart]:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from limits import set_limit
 
-from fp4train.track import QueuedTracker, Trackers, WandbTracking, read_metrics
+from fp4train.track import QueuedTracker, Trackers, WandbTracking, read_metrics, start_tracker
 
 
 class Service:
@@ -145,7 +145,7 @@ def test_a_wandb_that_blocks_stalls_neither_the_start_nor_a_step_nor_the_end(
     )
     fake.init = lambda **options: run
     monkeypatch.setitem(sys.modules, "wandb", fake)
-    tracker = WandbTracking(timeout=0.1).build(tmp_path, "name", {})
+    tracker = start_tracker(WandbTracking(timeout=0.1), tmp_path, "name", {})
     assert isinstance(tracker, Trackers)
     began = time.monotonic()
     for step in range(1, 50):
@@ -157,7 +157,7 @@ def test_a_wandb_that_blocks_stalls_neither_the_start_nor_a_step_nor_the_end(
     fake.init = lambda **options: blocked.wait(60)
     set_limit(monkeypatch, "seconds to import wandb", 0.2)
     began = time.monotonic()
-    tracker = WandbTracking(timeout=0.1).build(tmp_path / "b", "name", {})
+    tracker = start_tracker(WandbTracking(timeout=0.1), tmp_path / "b", "name", {})
     tracker.log(1, {})
     tracker.finish()
     assert (

@@ -22,6 +22,7 @@ from fp4train.track import (
     Statistics,
     StatisticsLog,
     read_statistics,
+    start_tracker,
 )
 
 NAMES = ("fprop.x", "fprop.w")
@@ -134,7 +135,7 @@ def test_a_block_whose_numbers_are_none_is_left_out(tmp_path: Path, values: dict
 
 def test_a_resume_drops_later_steps(tmp_path: Path) -> None:
     written(tmp_path, 10, 20, 30)
-    tracker = JsonlTracking().build(tmp_path, "a", {}, resume_step=20)
+    tracker = start_tracker(JsonlTracking(), tmp_path, "a", {}, resume_step=20)
     tracker.log_statistics(block(25))
     tracker.finish()
     assert sorted(set(read_statistics(tmp_path).operands["step"])) == [10, 20, 25]
@@ -143,7 +144,7 @@ def test_a_resume_drops_later_steps(tmp_path: Path) -> None:
 def test_a_run_that_measures_nothing_has_no_file_and_the_error_says_how_to_get_one(
     tmp_path: Path,
 ) -> None:
-    JsonlTracking().build(tmp_path, "a", {}).finish()
+    start_tracker(JsonlTracking(), tmp_path, "a", {}).finish()
     assert not (tmp_path / STATISTICS).exists()
     with pytest.raises(UserError, match=r"eval\.errors_every=STEPS"):
         read_statistics(tmp_path)

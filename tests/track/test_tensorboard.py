@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fp4train.track import TensorBoardTracking, read_metrics
+from fp4train.track import TensorBoardTracking, read_metrics, start_tracker
 
 pytest.importorskip("tensorboard")
 
@@ -28,7 +28,7 @@ def text(events: Any, name: str) -> list[str]:
 def test_numbers_events_and_tables_are_found_again_and_a_resume_leaves_later_points_out(
     tmp_path: Path,
 ) -> None:
-    tracker = TensorBoardTracking().build(tmp_path, "a", {"seed": 0})
+    tracker = start_tracker(TensorBoardTracking(), tmp_path, "a", {"seed": 0})
     tracker.log_table("plan", ["layer", "format"], [["0.up", "NVFP4"]])
     for step in (1, 2, 3):
         tracker.log(step, {"train/loss": 4.0 - step, "recipe": "NVFP4", "tokens": np.int64(step)})
@@ -49,7 +49,7 @@ def test_numbers_events_and_tables_are_found_again_and_a_resume_leaves_later_poi
     assert len(read_metrics(tmp_path / "metrics.jsonl")) == 4, (
         "beside the metrics, not in their place"
     )
-    again = TensorBoardTracking().build(tmp_path, "a", {"seed": 0}, resume_step=2)
+    again = start_tracker(TensorBoardTracking(), tmp_path, "a", {"seed": 0}, resume_step=2)
     again.log(3, {"train/loss": 9.0})
     again.finish()
     assert [(e.step, e.value) for e in found(tmp_path).Scalars("train/loss")] == [
@@ -64,7 +64,7 @@ def test_without_the_package_the_run_goes_on_and_says_how_to_install_it(
 ) -> None:
     monkeypatch.delitem(sys.modules, "torch.utils.tensorboard", raising=False)
     monkeypatch.setitem(sys.modules, "tensorboard", None)
-    tracker = TensorBoardTracking().build(tmp_path, "a", {})
+    tracker = start_tracker(TensorBoardTracking(), tmp_path, "a", {})
     tracker.log(1, {"train/loss": 1.0})
     tracker.finish()
     (message,) = [r.getMessage() for r in caplog.records]
@@ -81,7 +81,7 @@ def test_a_link_in_a_run_directory_is_not_followed(
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "tensorboard").symlink_to(tmp_path / "elsewhere")
-    TensorBoardTracking().build(tmp_path / "run", "a", {}).finish()
+    start_tracker(TensorBoardTracking(), tmp_path / "run", "a", {}).finish()
     assert "tensorboard is switched off" in caplog.text and not list(
         (tmp_path / "elsewhere").iterdir()
     )

@@ -102,7 +102,7 @@ def test_a_plugins_tracker_is_a_service_beside_the_metrics(
 
 
 def test_no_tracking_writes_nothing(tmp_path: Path) -> None:
-    tracker = NoTracking().build(tmp_path, "run", {})
+    tracker = start_tracker(NoTracking(), tmp_path, "run", {})
     tracker.log(1, {"train/loss": 1.0})
     tracker.log_event(1, "swap")
     tracker.log_table("plan", [], [])
@@ -112,7 +112,7 @@ def test_no_tracking_writes_nothing(tmp_path: Path) -> None:
 
 def test_jsonl_tracking_goes_on_from_a_step(tmp_path: Path) -> None:
     for resume_step in (None, 2):
-        tracker = JsonlTracking().build(tmp_path, "run", {}, resume_step=resume_step)
+        tracker = start_tracker(JsonlTracking(), tmp_path, "run", {}, resume_step=resume_step)
         for step in range((resume_step or 0) + 1, 5):
             tracker.log(step, {})
         tracker.log_table("plan", ["layer"], [["a"]])

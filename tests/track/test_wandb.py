@@ -29,6 +29,7 @@ from fp4train.track import (
     WandbTracker,
     WandbTracking,
     read_metrics,
+    start_tracker,
 )
 
 wandb = pytest.importorskip("wandb")
@@ -95,8 +96,8 @@ def train(
 ) -> tuple[WandbTracker, float]:
     """A short run; returns wandb's part and the seconds it took."""
     start = time.monotonic()
-    tracker = tracking.build(
-        run_dir, "name", {"train": {"steps": 3}, "tags": ["a"]}, resume_step=resume_step
+    tracker = start_tracker(
+        tracking, run_dir, "name", {"train": {"steps": 3}, "tags": ["a"]}, resume_step=resume_step
     )
     assert isinstance(tracker, Trackers)
     [behind] = tracker._services
@@ -290,7 +291,7 @@ def test_wandb_switched_off_or_misconfigured_by_its_own_settings_leaves_the_metr
 ) -> None:
     wandb_at(None)
     monkeypatch.setenv(name, value)
-    tracker = WandbTracking(timeout=SERVICE_SECONDS).build(tmp_path, "name", {})
+    tracker = start_tracker(WandbTracking(timeout=SERVICE_SECONDS), tmp_path, "name", {})
     tracker.log(1, {"train/loss": 1.0})
     tracker.finish()
     assert "wandb is switched off" in caplog.text
@@ -300,9 +301,9 @@ def test_wandb_switched_off_or_misconfigured_by_its_own_settings_leaves_the_metr
 KILLS_THE_SERVICE = """
 import os, signal, subprocess, sys
 from pathlib import Path
-from fp4train.track import WandbTracking
+from fp4train.track import WandbTracking, start_tracker
 assert "wandb" not in sys.modules
-tracker = WandbTracking(mode="offline", timeout=30).build(Path(sys.argv[1]), "name", {})
+tracker = start_tracker(WandbTracking(mode="offline", timeout=30), Path(sys.argv[1]), "name", {})
 tracker.log(1, {})
 for task in Path("/proc").glob("[0-9]*/cmdline"):
     if f"--pid\\0{os.getpid()}\\0".encode() in task.read_bytes():
@@ -335,7 +336,7 @@ def started(program: str, folder: Path) -> "subprocess.CompletedProcess[str]":
 def test_a_service_that_dies_does_not_take_the_run_with_it(tmp_path: Path) -> None:
     child = started(KILLS_THE_SERVICE, tmp_path)
     assert child.returncode == 0 and "trained" in child.stdout
-    assert child.stderr.count("WandbTracker failed and is switched off") == 1
+    assert child.stderr.count("Wandb failed and is switched off") == 1
     assert len(read_metrics(tmp_path / "metrics.jsonl")) == 499
 
 
