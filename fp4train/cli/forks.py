@@ -5,7 +5,7 @@ the folder of each checkpoint.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -33,9 +33,14 @@ def making_forks(request: ForkRequest) -> Iterator[None]:
 
 
 def write_results(
-    name: str, result: RankResult | GateResult, folders: Sequence[Path], bases: Iterable[Base]
+    name: str, result: RankResult | GateResult, request: ForkRequest, bases: Sequence[Base]
 ) -> list[Path]:
-    """Write results into the folder of each checkpoint, with the identity of its run; the files."""
+    """Write results into the folder of each checkpoint, or that of the request, with the identity
+    of its run; the files.
+    """
+    folders = [base.folder for base in bases]
+    if request.out is not None:
+        folders = [request.out]
     for folder, base in zip(folders, bases, strict=False):
         body = {**asdict(result), "identity": {"run": run_directory.identity(base.source)}}
         run_directory.write_text(folder / name, sealed(body, indent=1).decode())

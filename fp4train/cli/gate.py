@@ -41,7 +41,7 @@ from fp4train.cli.forks import making_forks, write_results
 from fp4train.cli.output import discard_output, fitted, of_system
 from fp4train.config.command_line import read_line
 from fp4train.errors import UserError
-from fp4train.lab.gate import EXIT_CODES, Estimated, GateRequest as GateOptions, gate, gate_result
+from fp4train.lab.gate import EXIT_CODES, Estimated, GateRequest as GateOptions, gate
 from fp4train.lab.studies import GATE
 from fp4train.lab.studies.candidates import SECTIONS
 from fp4train.text import first_line
@@ -94,8 +94,8 @@ def _main(arguments: list[str]) -> int:
         print(fitted(estimated.render()) + "\n", flush=True)
 
     with making_forks(request):
-        answered, folders = gate(request, announce)
+        answered = gate(request, announce)
     print(fitted(answered.render()) + "\n")
-    for result in write_results(GATE, gate_result(answered), folders, answered.bases):
-        print(result)
-    return answered.exit_code
+    for file in write_results(GATE, answered.result, request, answered.bases):
+        print(file)
+    return EXIT_CODES[answered.result.verdict]

@@ -27,21 +27,17 @@ intervals.
                    or machine's, or the data was moved
   out=FOLDER       for the record and the results; the default is a folder in
                    RUN/studies
-  picture=FILE     the picture for a paper, too: .svg, .pdf or .png, width=6.3
-                   inches wide
 
-Writes rank.json and rank.png. Finished forks are recorded: the same command
+Writes rank.json and rank.png; fp4train report RUN figures=pdf draws the picture
+for a paper. Finished forks are recorded: the same command
 goes on, with more forks, candidates or checkpoints too. Decide on the forks
 beforehand: every further look at a record asks for more.
 """
 
-from dataclasses import dataclass
-from pathlib import Path
-
 from fp4train.cli.forks import making_forks, write_results
 from fp4train.cli.output import fitted, terminal_width
 from fp4train.config.command_line import read_line
-from fp4train.lab.analysis import FIGURES, PICTURE, Width, check_out, save
+from fp4train.lab.analysis import PICTURE, save
 from fp4train.lab.studies import RANKING, RankRequest, RankResult, figures, rank
 from fp4train.lab.studies.candidates import SECTIONS
 from fp4train.lab.studies.ranking import render
@@ -49,28 +45,15 @@ from fp4train.lab.studies.ranking import render
 FIGURE = "rank.png"
 
 
-@dataclass(frozen=True, kw_only=True)
-class RankOptions(RankRequest):
-    picture: Path | None = None
-    width: Width = PICTURE
-
-
 def main(arguments: list[str]) -> int:
     """Rank, print the table, and write rank.json and rank.png; returns the exit code."""
-    line = read_line(arguments, RankOptions, __doc__, keys=(*SECTIONS, "plugins"), paths=True)
-    if line.picture is not None:
-        check_out(line.picture, FIGURES, "picture")
+    line = read_line(arguments, RankRequest, __doc__, keys=(*SECTIONS, "plugins"), paths=True)
     with making_forks(line):
-        ranking, folders = rank(line)
+        ranking = rank(line)
     print(fitted(render(ranking, terminal_width())) + "\n")
     result = RankResult.of(ranking)
-    results = write_results(RANKING, result, folders, ranking.bases)
-    pictures = [folder / FIGURE for folder in folders]
-    draw = figures.ranking(result)
-    save(draw, PICTURE, *pictures)
-    if line.picture is not None:
-        save(draw, line.width, line.picture)
-        print(line.picture)
-    for written, picture in zip(results, pictures, strict=True):
-        print(f"{written}; {picture}")
+    files = write_results(RANKING, result, line, ranking.bases)
+    save(figures.ranking(result), PICTURE, *(file.with_name(FIGURE) for file in files))
+    for file in files:
+        print(f"{file}; {file.with_name(FIGURE)}")
     return 0

@@ -36,7 +36,6 @@ from fp4train.errors import UserError, in_words
 from fp4train.lab.analysis import PICTURE, save
 from fp4train.lab.studies import (
     SENSITIVITY,
-    Effort,
     RecipeParts,
     SensitivityResult,
     Study,
@@ -109,7 +108,6 @@ def _study(command: Command, *, line: SensitivityOptions, fresh: bool, of_run: b
     """Study a run (`of_run`) or a model that is named alone; `fresh`: with its weights as they are
     initialised.
     """
-    effort = Effort(batches=line.batches, repeats=line.repeats)
     keep_freed_memory()
     config = command.config
     swap = command.swap
@@ -124,17 +122,17 @@ def _study(command: Command, *, line: SensitivityOptions, fresh: bool, of_run: b
         name = swap.name
     subject = open_subject(command, fresh=fresh)
     # This and the next refuse what is impossible before a folder is made.
-    RecipeParts(subject, recipe, repeats=effort.repeats)
-    groups_of(subject, effort)
+    RecipeParts(subject, recipe, repeats=line.repeats)
+    groups_of(subject, line.batches)
     folder = line.out or subject.studies / (
         f"sensitivity-{name}" + (f"-{subject.step}" if of_run else "")
     )
     progress = study_progress("measurement", every=15.0)
     with (
-        open_record(folder, identity_of(subject, recipe, effort), subject.step) as record,
+        open_record(folder, identity_of(subject, recipe, line.repeats), subject.step) as record,
         progress as shown,
     ):
-        study = Study(subject, recipe, effort, record)
+        study = Study(subject, recipe, line.batches, line.repeats, record)
         try:
             sensitivity = study.run(shown)
             trade = trade_off(sensitivity, line.keep)

@@ -16,7 +16,6 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from statistics import median
 
 CONFIDENCE = 0.95
 """The confidence of intervals, unless another is asked for."""
@@ -140,25 +139,6 @@ def over_units(values: Sequence[float], units: Sequence[object]) -> Estimate:
     between = estimate([unit_mean.mean for unit_mean in means])
     within = math.sqrt(math.fsum((unit_mean.error or 0.0) ** 2 for unit_mean in means)) / len(means)
     return replace(between, error=max(between.error or 0.0, within))
-
-
-def spikes(values: Sequence[float]) -> list[int]:
-    """The indices of values that lie far from the others, at most a quarter of them.
-
-    Far: from the mean of the three quarters nearest to the median, by more than a normal sample has
-        in 1 % of the cases
-    (Student's t of each, corrected for their number; by 1.6 of that where several are left out, as
-    simulated).
-    """
-    count = len(values)
-    left_out = max(1, count // 4)
-    if count - left_out < 2:
-        return []
-    centre = median(values)
-    core = estimate(sorted(values, key=lambda value: abs(value - centre))[: count - left_out])
-    scatter = (core.error or 0.0) * math.sqrt(core.count + 1)
-    far = quantile(1 - 0.01 / count, core.freedom) * (1.6 if left_out > 1 else 1.0) * scatter
-    return [i for i, value in enumerate(values) if abs(value - core.mean) > far]
 
 
 def jackknife(count: int, statistic: Callable[[Sequence[int]], float]) -> Estimate:

@@ -243,9 +243,6 @@ def section(case: Case, ranked: dict[str, Any]) -> str:
         for name, entry in entries.items()
         if entry["diverged"]
     ]
-    spikes = [
-        f"{name} spikes at {place}." for name, entry in entries.items() for place in entry["spikes"]
-    ]
     apart = [
         f"{pair['first']} < {pair['second']} {gap(pair)}, {VERDICTS[pair['verdict']]}"
         for pair in ranked["pairs"]
@@ -257,7 +254,7 @@ def section(case: Case, ranked: dict[str, Any]) -> str:
     if len(apart) > MOST_PAIRS:
         told = "Candidates without a letter in common are told apart"
         text = ["", f"{told} on these checkpoints: {len(apart)} pairs besides those with BF16."]
-    return "\n".join([*lines, *([""] * bool(spikes)), *spikes, *text])
+    return "\n".join([*lines, *text])
 
 
 def gap(difference: dict[str, float]) -> str:

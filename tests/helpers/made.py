@@ -138,19 +138,14 @@ def write_statistics(
     log.close()
 
 
-def write_ranking(
-    run: Path, name: str = "mxfp8", runs: Sequence[str] = ("runs/a",), spikes: Sequence[str] = ()
-) -> Path:
+def write_ranking(run: Path, name: str = "mxfp8", runs: Sequence[str] = ("runs/a",)) -> Path:
     """The file of a ranking of bf16 and one other candidate, at a checkpoint of each of `runs`."""
     gap = estimate([0.0019, 0.0021, 0.002])
-    reference = CandidateResult(
-        name="bf16", asked=True, same=(), group="a", diverged=(), spikes=(), forks=()
-    )
+    reference = CandidateResult(name="bf16", asked=True, same=(), group="a", diverged=(), forks=())
     other = replace(
         reference,
         name=name,
         group="b",
-        spikes=tuple(spikes),
         gap=gap,
         gap_high=gap,
         gaps=(gap.mean,) * len(runs),

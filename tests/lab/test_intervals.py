@@ -14,7 +14,6 @@ from fp4train.lab.intervals import (
     over_units,
     paired,
     quantile,
-    spikes,
     two_sided,
 )
 
@@ -108,16 +107,6 @@ def test_base_runs_that_agree_by_chance_make_no_narrow_interval_and_one_is_no_sp
     )
     assert over_units([1.0, 3.0, 3.0, 1.0], ["a"] * 4) == estimate([1.0, 3.0, 3.0, 1.0])
     assert over_units([1.0, 2.0], ["a", "b"]).error == pytest.approx(0.5), "one fork at each"
-
-
-def test_a_spike_is_found_and_normal_values_have_few() -> None:
-    draw = random.Random(3)
-    for count in (4, 6, 12, 24):
-        calm = [[draw.gauss(0, 1) for _ in range(count)] for _ in range(500)]
-        assert sum(bool(spikes(each)) for each in calm) <= 15, count
-        assert spikes([*calm[0][:-1], 200.0]) == [count - 1]
-    assert spikes([*calm[0][:-3], 50.0, 60.0, -50.0]) == [21, 22, 23]
-    assert spikes([1.0, 2.0]) == []
 
 
 def test_pairs_cancel_what_they_share() -> None:

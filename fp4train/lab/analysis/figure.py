@@ -200,20 +200,20 @@ def common_look() -> Iterator[None]:
         yield
 
 
-def check_out(out: Path, endings: Sequence[str], option: str = "out") -> None:
-    """Refuse a file that cannot be written, before anything is read; errors name the `option`.
+def check_out(out: Path, endings: Sequence[str]) -> None:
+    """Refuse a file that cannot be written, before anything is read.
 
     Raises:
         UserError: its name ends otherwise, or there is no such folder.
     """
     if out.suffix.lower() not in endings:
         raise UserError(
-            f"{option}={out if out.name else ''}: the name must end in {' or '.join(endings)}"
+            f"out={out if out.name else ''}: the name must end in {' or '.join(endings)}"
         )
     if not out.parent.is_dir():
-        raise UserError(f"{option}={out}: there is no folder {out.parent}")
+        raise UserError(f"out={out}: there is no folder {out.parent}")
     if out.is_dir():
-        raise UserError(f"{option}={out} is a folder; name a file in it")
+        raise UserError(f"out={out} is a folder; name a file in it")
 
 
 def plain(text: object, limit: int) -> str:

@@ -21,5 +21,4 @@ from fp4train.lab.gate.question import GateRequest as GateRequest
 from fp4train.lab.gate.result import (
     EXIT_CODES as EXIT_CODES,
     Estimated as Estimated,
-    gate_result as gate_result,
 )

@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,22 +18,21 @@ import numpy as np
 from fp4train.config.binding import flattened
 from fp4train.config.overrides import with_files
 from fp4train.errors import UserError, user_errors
-from fp4train.lab.gate.betting import Decision, decide, interval
+from fp4train.lab.gate.betting import Decision, decide
 from fp4train.lab.gate.question import Answer, GateRequest, Questions
-from fp4train.lab.gate.result import ASSUMED, Answered, Estimated
+from fp4train.lab.gate.result import Answered, Estimated, gate_result
 from fp4train.lab.studies import (
     Axis,
     Branch,
     Fork,
     Forks,
     RecipeCandidate,
-    Shown,
     candidates,
     open_bases,
-    open_record,
     study_progress,
     sweep_axes,
 )
+from fp4train.lab.studies.recorded_forks import make_missing, recorded_forks
 from fp4train.lab.studies.sequential import Array
 from fp4train.lab.studies.subject import described
 from fp4train.run.checks import nothing_quantised
@@ -47,11 +44,8 @@ DIFFERING = 3
 """Keys that a message names."""
 
 
-def gate(
-    request: GateRequest, announce: Callable[[Estimated], None]
-) -> tuple[Answered, list[Path]]:
-    """Make forks until there is a verdict, or as many as were asked for; the answer, and the folders
-    that it belongs to: one of each checkpoint.
+def gate(request: GateRequest, announce: Callable[[Estimated], None]) -> Answered:
+    """The answer, after forks are made until there is a verdict, or as many as were asked for.
 
     Args:
         announce: receives, before any fork is made, how many will be needed.
@@ -62,17 +56,12 @@ def gate(
     """
     bases = open_bases(request, _choice(request))
     _check([base.branches for base in bases])
-    with ExitStack() as stack:
-        folders = [base.folder_in(request.out, alone=len(bases) == 1) for base in bases]
-        forks = [
-            Forks(request, base, stack.enter_context(open_record(folder, base.identity, base.step)))
-            for base, folder in zip(bases, folders, strict=True)
-        ]
+    with recorded_forks(request, bases) as forks:
         questions = Questions(forks)
         bound = questions.bound(request)
         earlier = questions.answers
         done = min(base_forks.recorded for base_forks in forks)
-        estimated = _estimated(request, forks, bound, done)
+        estimated = Estimated.of(request, bound, _differences(forks, done))
         announce(estimated)
         if estimated.most:
             questions.begin(bound)
@@ -80,27 +69,27 @@ def gate(
         differences = _differences(forks, rounds)
         answered = Answered(
             bases=bases,
-            margin=request.margin,
-            bound=bound,
-            differences=differences,
-            high=_differences(forks, rounds, "high"),
-            decision=decision,
-            interval=interval(differences, bound) if rounds else (-math.inf, math.inf),
-            problems=_problems(forks, rounds),
-            earlier=[answer for answer in earlier if not _same(answer, request, questions)],
-            needed=_estimated(request, forks, bound, rounds),
+            needed=Estimated.of(request, bound, differences),
+            result=gate_result(
+                bases,
+                request.margin,
+                bound,
+                decision,
+                differences,
+                high=_differences(forks, rounds, "high"),
+                diverged=_problems(forks, rounds),
+                earlier=[answer for answer in earlier if not _same(answer, request, questions)],
+            ),
         )
         if rounds:
             answer = Answer(
                 margin=request.margin,
                 of=tuple(questions.of),
-                pairs=decision.rounds * len(bases),
+                pairs=answered.result.pairs_at_verdict,
                 verdict=decision.verdict,
             )
             questions.record(answer)
-    if request.out is not None:
-        folders = [request.out]
-    return answered, folders
+    return answered
 
 
 def _same(answer: Answer, request: GateRequest, questions: Questions) -> bool:
@@ -171,22 +160,12 @@ def _made(
     rounds = done
     decision = judged(rounds)
     block = max(1, BLOCK // len(forks), -(-request.processes // 2))
-    total = 2 * most * len(forks)
     with study_progress("fork") as shown:
         while decision.verdict == "undecided" and rounds < most:
             rounds = min(most, rounds + block)
-            _make(forks, rounds, shown, total)
+            make_missing(forks, rounds, most, shown)
             decision = judged(rounds)
     return decision, rounds
-
-
-def _make(forks: Sequence[Forks], rounds: int, shown: Shown, total: int) -> None:
-    jobs = [base_forks.missing(rounds) for base_forks in forks]
-    done = 2 * rounds * len(forks) - sum(map(len, jobs))
-    shown(done, total)
-    for base_forks, missing in zip(forks, jobs, strict=True):
-        base_forks.make(missing, shown, done, total)
-        done += len(missing)
 
 
 def _pairs(forks: Forks, rounds: int) -> list[tuple[Fork, Fork]]:
@@ -229,28 +208,3 @@ def _problems(forks: Sequence[Forks], rounds: int) -> list[str]:
         for number, (_, tested) in enumerate(_pairs(base_forks, rounds))
         if tested.problem is not None
     ]
-
-
-def _estimated(
-    request: GateRequest, forks: Sequence[Forks], bound: float, rounds: int
-) -> Estimated:
-    """How many forks will be needed, as far as `rounds` show."""
-    differences = _differences(forks, rounds)
-    finite = bool(rounds) and bool(np.isfinite(differences).all())
-    deviation = ASSUMED * request.margin
-    origin = "assumed"
-    if request.deviation is not None:
-        deviation = request.deviation
-        origin = "as given"
-    elif finite and rounds > 2:
-        deviation = float(np.std(differences.mean(axis=1), ddof=1))
-        origin = f"measured on {differences.size} pairs"
-    return Estimated.of(
-        request,
-        bound=bound,
-        deviation=deviation,
-        origin=origin,
-        checkpoints=len(forks),
-        rounds=rounds,
-        gap=float(differences.mean()) if finite else None,
-    )

@@ -16,14 +16,15 @@ answer is in doubt about which was asked first.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
+from fp4train.config.binding import bind
+from fp4train.config.command_line import WholeNumber
 from fp4train.errors import UserError
 from fp4train.lab.gate.betting import BOUND, GateVerdict
 from fp4train.lab.gate.kept import KeptQuestions
 from fp4train.lab.studies import ForkRequest, Forks, StudyRecord
-from fp4train.lab.studies.base import check_count
 
 LARGEST = 100
 """Nats per token that no loss of a model lies from another."""
@@ -52,14 +53,12 @@ class GateRequest(ForkRequest):
 
     against: str = "bf16"
     margin: float
-    forks: int | None = None
+    forks: WholeNumber | None = None
     bound: float | None = None
     deviation: float | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.forks is not None:
-            check_count("forks", self.forks, least=0)
         for name in ("margin", "bound", "deviation"):
             value = getattr(self, name)
             if value is not None and not 0 < value <= LARGEST:
@@ -156,14 +155,7 @@ class Questions:
                 for key in earlier
             ):
                 continue
-            values = {
-                "pair": pair,
-                "of": list(answer.of),
-                "margin": answer.margin,
-                "pairs": answer.pairs,
-                "verdict": answer.verdict,
-            }
-            place.add(f"{_ANSWER}{len(earlier) + 1}", values)
+            place.add(f"{_ANSWER}{len(earlier) + 1}", {"pair": pair, **asdict(answer)})
 
 
 def _pair(forks: Forks) -> str:
@@ -174,9 +166,6 @@ def _pair(forks: Forks) -> str:
 
 
 def _answer(values: Mapping[str, Any]) -> Answer:
-    return Answer(
-        margin=float(values["margin"]),
-        of=tuple(values["of"]),
-        pairs=int(values["pairs"]),
-        verdict=values["verdict"],
-    )
+    """An answer as a record has it."""
+    answer: Answer = bind({k: v for k, v in values.items() if k != "pair"}, Answer, "answer")
+    return answer

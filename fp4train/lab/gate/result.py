@@ -8,9 +8,9 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from fp4train.lab.gate.betting import MOST_ROUNDS, Decision, rounds_needed
+from fp4train.lab.gate.betting import MOST_ROUNDS, Decision, interval, rounds_needed
 from fp4train.lab.gate.question import Answer, GateRequest
-from fp4train.lab.studies import ALPHA, Base
+from fp4train.lab.studies import Base
 from fp4train.lab.studies.results import GateCheckpoint, GateResult
 from fp4train.lab.studies.sequential import Array
 from fp4train.text import screen, tabulate
@@ -49,26 +49,29 @@ class Estimated:
     most: int
 
     @classmethod
-    def of(
-        cls,
-        request: GateRequest,
-        *,
-        bound: float,
-        deviation: float,
-        origin: str,
-        checkpoints: int,
-        rounds: int,
-        gap: float | None,
-    ) -> Estimated:
-        """The estimate for some gaps, and for the one that was measured."""
+    def of(cls, request: GateRequest, bound: float, differences: Array) -> Estimated:
+        """The estimate for some gaps, or for the one that is measured.
+
+        Args:
+            differences: differences of the forks that are made, [rounds, checkpoints].
+        """
+        rounds, checkpoints = differences.shape
+        finite = bool(rounds) and bool(np.isfinite(differences).all())
+        deviation = ASSUMED * request.margin
+        origin = "assumed"
+        if request.deviation is not None:
+            deviation = request.deviation
+            origin = "as given"
+        elif finite and rounds > 2:
+            deviation = float(np.std(differences.mean(axis=1), ddof=1))
+            origin = f"measured on {differences.size} pairs"
 
         def seeds(of_gap: float) -> int | None:
             return rounds_needed(of_gap, deviation, request.margin, bound)
 
         gaps = [share * request.margin for share in GAPS if share * request.margin < bound]
-        needed = {at: seeds(at) for at in gaps if gap is None}
-        if gap is not None:
-            needed[gap] = seeds(gap)
+        if finite:
+            gaps = [float(differences.mean())]
         most = request.forks
         if most is None:
             most = seeds(PLANNED * request.margin) or MOST_ROUNDS
@@ -77,7 +80,7 @@ class Estimated:
             bound=bound,
             deviation=deviation,
             origin=origin,
-            needed=needed,
+            needed={gap: seeds(gap) for gap in gaps},
             checkpoints=checkpoints,
             rounds=rounds,
             most=max(most, rounds),
@@ -103,114 +106,83 @@ class Estimated:
 
 @dataclass(frozen=True, kw_only=True)
 class Answered:
-    """The answer of a gate. Losses in nats per token.
-
-    Args:
-        bases: checkpoints, each with the reference and the recipe.
-        differences, high: differences in the recipe and in high precision, [rounds, checkpoints].
-        interval: interval that holds the mean difference at all times.
-        problems: forks that diverged.
-        earlier: answers to other questions on these forks.
-        needed: how many seeds the verdict will need, as far as these show.
-    """
+    """The answer of a gate, and how many seeds a verdict will need, as far as these show."""
 
     bases: Sequence[Base]
-    margin: float
-    bound: float
-    differences: Array
-    high: Array
-    decision: Decision
-    interval: tuple[float, float]
-    problems: Sequence[str]
-    earlier: Sequence[Answer]
+    result: GateResult
     needed: Estimated
-
-    @property
-    def exit_code(self) -> int:
-        return EXIT_CODES[self.decision.verdict]
-
-    @property
-    def pairs(self) -> int:
-        """The number of pairs of forks."""
-        return self.differences.size
-
-    @property
-    def reference(self) -> str:
-        return self.bases[0].branches[0].candidate.name
-
-    @property
-    def tested(self) -> str:
-        return self.bases[0].branches[1].candidate.name
-
-    @property
-    def excessive(self) -> int:
-        """Pairs whose difference is larger than the bound."""
-        return int((np.abs(self.differences) > self.bound).sum())
-
-    @property
-    def means(self) -> list[float]:
-        """The mean difference at each checkpoint; infinite where a fork diverged, NaN without
-        forks.
-        """
-        if not self.pairs:
-            return [math.nan] * len(self.bases)
-        return [float(mean) for mean in self.differences.mean(axis=0)]
-
-    @property
-    def gap(self) -> float | None:
-        return float(self.differences.mean()) if self.pairs else None
-
-    @property
-    def gap_high(self) -> float | None:
-        return float(self.high.mean()) if self.pairs else None
-
-    @property
-    def base_runs(self) -> int:
-        return len({base.run for base in self.bases})
 
     def render(self) -> str:
         """One screen: the verdict, the gap, and what both hold for (gate.txt)."""
         rows = [
-            [base.title, f"trained in {base.trained}", f"{mean:{FORM}}"]
-            for base, mean in zip(self.bases, self.means, strict=True)
-            if self.pairs
+            (base.title, f"trained in {base.trained}", _shown(checkpoint.mean))
+            for base, checkpoint in zip(self.bases, self.result.checkpoints, strict=True)
         ]
+        differences = [x for row in self.result.differences for x in row]
         return screen(
             __package__,
             "gate.txt",
-            answered=self,
+            answer=self.result,
+            bases=self.bases,
             by_base=tabulate([["checkpoint", "", "mean gap"], *rows], right=(2,)),
+            excessive=sum(x is None or abs(x) > self.result.bound for x in differences),
             more=next(iter(self.needed.needed.values()), None),
-            form=FORM,
-            alpha=ALPHA,
-            confidence=1 - ALPHA,
-            isfinite=math.isfinite,
+            shown=_shown,
+            base_runs=len({base.run for base in self.bases}),
         )
 
 
-def gate_result(answered: Answered) -> GateResult:
-    """Everything that a gate found, as its file has it; None: not known, or a fork that diverged."""
-    low, high = map(_finite, answered.interval)
+def gate_result(
+    bases: Sequence[Base],
+    margin: float,
+    bound: float,
+    decision: Decision,
+    differences: Array,
+    *,
+    high: Array,
+    diverged: Sequence[str],
+    earlier: Sequence[Answer],
+) -> GateResult:
+    """Everything that a gate found, as its file has it; None: not known, or a fork that diverged.
+
+    Args:
+        bases: checkpoints, each with the reference and the recipe.
+        differences, high: differences in the recipe and in high precision, [rounds, checkpoints].
+        earlier: answers to other questions on these forks.
+    """
+    reference, tested = (branch.candidate.name for branch in bases[0].branches)
+    low, high_end = -math.inf, math.inf
+    if len(differences):
+        low, high_end = interval(differences, bound)
     return GateResult(
         checkpoints=tuple(
-            GateCheckpoint.of(base, mean=_finite(mean))
-            for base, mean in zip(answered.bases, answered.means, strict=True)
+            GateCheckpoint.of(base, mean=_mean(differences[:, place]))
+            for place, base in enumerate(bases)
         ),
-        recipe=answered.tested,
-        against=answered.reference,
-        margin=answered.margin,
-        bound=answered.bound,
-        verdict=answered.decision.verdict,
-        pairs_at_verdict=answered.decision.rounds * len(answered.bases),
-        pairs=answered.pairs,
-        gap=_finite(answered.gap),
-        gap_high=_finite(answered.gap_high),
-        interval=(low, high),
-        differences=tuple(tuple(map(_finite, row)) for row in answered.differences.tolist()),
-        diverged=tuple(answered.problems),
-        earlier=tuple(asdict(answer) for answer in answered.earlier),
+        recipe=tested,
+        against=reference,
+        margin=margin,
+        bound=bound,
+        verdict=decision.verdict,
+        pairs_at_verdict=decision.rounds * len(bases),
+        pairs=differences.size,
+        gap=_mean(differences),
+        gap_high=_mean(high),
+        interval=(_finite(low), _finite(high_end)),
+        differences=tuple(tuple(map(_finite, row)) for row in differences.tolist()),
+        diverged=tuple(diverged),
+        earlier=tuple(asdict(answer) for answer in earlier),
     )
 
 
-def _finite(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None
+def _mean(values: Array) -> float | None:
+    return _finite(float(values.mean())) if values.size else None
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _shown(gap: float | None) -> str:
+    """A gap; that of a fork that diverged is above all others."""
+    return format(math.inf if gap is None else gap, FORM)

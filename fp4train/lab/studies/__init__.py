@@ -53,7 +53,7 @@ from fp4train.lab.studies.results import (
     SensitivityResult as SensitivityResult,
     read_studies as read_studies,
 )
-from fp4train.lab.studies.sensitivity import Effort as Effort, Study as Study
+from fp4train.lab.studies.sensitivity import Study as Study
 from fp4train.lab.studies.sequential import (
     ALPHA as ALPHA,
     VERDICTS as VERDICTS,

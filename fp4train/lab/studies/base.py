@@ -9,19 +9,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from fp4train.config import Config
-from fp4train.config.command_line import CommandLine
+from fp4train.config.command_line import Amount, CommandLine, Count
 from fp4train.lab.studies.candidates import RecipeCandidate
 from fp4train.lab.studies.record import MEASUREMENTS
 from fp4train.lab.studies.subject import STUDIES, Subject, digest
 from fp4train.precision import LossScaling, Timeline
 from fp4train.precision.plan import Plan, PlannedStretch
-from fp4train.text import check_choice, check_least
 
-MOST = 10_000
-"""Forks of a candidate, or processes, beyond this are a slip of the hand."""
+ForkSchedule = Literal["linear", "own"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,15 +40,14 @@ class ForkRequest(CommandLine):
     """The word for the study in messages."""
 
     step: int | tuple[int, ...] | None = None
-    steps: int | None = None
-    schedule: str = "linear"
+    steps: Count | None = None
+    schedule: ForkSchedule = "linear"
     lr: float | None = None
-    batches: int | None = None
-    processes: int = 1
+    batches: Count | None = None
+    processes: Count = 1
     out: Path | None = None
 
     def __post_init__(self) -> None:
-        check_count("processes", self.processes)
         if not self.checkpoint_steps:
             raise ValueError("step=[] names no checkpoint")
 
@@ -75,26 +72,9 @@ class RankRequest(ForkRequest):
     study: ClassVar[str] = "rank"
     noun: ClassVar[str] = "ranking"
 
-    forks: int = 6
-    margin: float = 0.0005
+    forks: Count = 6
+    margin: Amount = 0.0005
     baseline: str | None = None
-
-    def __post_init__(self) -> None:
-        check_count("forks", self.forks)
-        super().__post_init__()
-        if not 0 <= self.margin < float("inf"):
-            raise ValueError(f"margin={self.margin} must be a number of nats per token, 0 or more")
-
-
-def check_count(name: str, value: int, least: int = 1) -> None:
-    """Raises ValueError where a number of forks or processes is out of bounds."""
-    if value < least:
-        raise ValueError(f"{name}={value} must be at least {least}")
-    if value > MOST:
-        raise ValueError(f"{name}={value} must be at most {MOST}")
-
-
-SCHEDULES = ("linear", "own")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,13 +90,11 @@ class ForkSettings:
     """
 
     steps: int
-    schedule: str
+    schedule: ForkSchedule
     lr: float
     batches: int
 
     def __post_init__(self) -> None:
-        check_choice("schedule", self.schedule, SCHEDULES)
-        check_least(self, "", "steps", "batches")
         if not 0 < self.lr < math.inf:
             raise ValueError(f"lr={self.lr} must be a positive number")
 

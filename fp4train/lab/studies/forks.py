@@ -21,13 +21,17 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
+import os
+import signal
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from multiprocessing.connection import Connection, wait
+from functools import cache
 from pathlib import Path
-from typing import Any
+from threading import Thread
 
 import torch
 from omegaconf import OmegaConf
@@ -260,110 +264,72 @@ def here(
         torch.set_num_threads(earlier_threads)
 
 
-class Pool:
-    """Processes that make forks. A context manager; leaving it ends them."""
+_MAKE: ContextVar[Callable[[Job], Fork]] = ContextVar("what makes forks in this process")
 
-    def __init__(self, base: Base, request: ForkRequest, threads: int, processes: int) -> None:
-        self._noun = request.noun
-        candidates = [branch.candidate for branch in base.branches]
-        task = replace(base, subject=None, branches=()), candidates, request, threads
-        context = multiprocessing.get_context("spawn")
-        self._processes: dict[Connection, Any] = {}
-        for _ in range(processes):
-            mine, theirs = context.Pipe()
-            process = context.Process(target=_work, args=(theirs, *task), daemon=True)
-            process.start()
-            theirs.close()
-            self._processes[mine] = process
 
-    def __enter__(self) -> Pool:
-        return self
+def in_processes(
+    base: Base, request: ForkRequest, threads: int, jobs: Sequence[Job]
+) -> Iterator[tuple[Job, Fork]]:
+    """The forks of `jobs` in processes of their own, each as it ends; what is under way ends with
+    the iterator.
 
-    def __exit__(self, *raised: object) -> None:
-        for connection, process in self._processes.items():
-            connection.close()
+    Raises:
+        UserError: a process ended, or said so.
+    """
+    count = min(request.processes, len(jobs))
+    candidates = [branch.candidate for branch in base.branches]
+    task = replace(base, subject=None, branches=()), candidates, request, threads
+    pool = ProcessPoolExecutor(count, multiprocessing.get_context("spawn"), _begin_process, task)
+    try:
+        futures = {pool.submit(_make, job): job for job in jobs}
+        for future in as_completed(futures):
+            yield futures[future], future.result()
+    except BrokenProcessPool as error:
+        raise UserError(
+            f"a process of the {request.noun} ended: if the memory is not enough for {count} of "
+            "them, give processes=1. The forks that were done are recorded; the same command goes "
+            "on"
+        ) from error
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+        for process in multiprocessing.active_children():
             process.terminate()
-        for process in self._processes.values():
-            process.join()
-
-    def run(self, jobs: Sequence[Job]) -> Iterator[tuple[Job, Fork]]:
-        """The forks of `jobs`, each as it ends.
-
-        Raises:
-            UserError: a process ended, or said so.
-        """
-        waiting = list(jobs)
-        busy = list(self._processes)[: len(waiting)]
-        for connection in busy:
-            self._send(connection, waiting.pop(0))
-        while busy:
-            ready = wait(busy)
-            for connection in [connection for connection in busy if connection in ready]:
-                job, fork = self._receive(connection)
-                if waiting:
-                    self._send(connection, waiting.pop(0))
-                else:
-                    busy.remove(connection)
-                yield job, fork
-
-    def _send(self, connection: Connection, job: Job) -> None:
-        try:
-            connection.send(job)
-        except OSError as error:
-            raise self._ended(connection) from error
-
-    def _receive(self, connection: Connection) -> tuple[Job, Fork]:
-        try:
-            job, outcome = connection.recv()
-        except (EOFError, OSError) as error:
-            raise self._ended(connection) from error
-        if isinstance(outcome, str):
-            raise UserError(outcome)
-        return job, outcome
-
-    def _ended(self, connection: Connection) -> UserError:
-        process = self._processes[connection]
-        process.join(5)
-        code = process.exitcode
-        if isinstance(code, int) and code < 0:
-            why = f"signal {-code}"
-        else:
-            why = f"exit code {code}"
-        return UserError(
-            f"a process of the {self._noun} ended ({why}): if the memory is not enough for "
-            f"{len(self._processes)} of them, "
-            "give processes=1. The forks that were done are recorded; the same command goes on"
-        )
 
 
-def _work(
-    connection: Connection,
-    base: Base,
-    candidates: Sequence[RecipeCandidate],
-    request: ForkRequest,
-    threads: int,
+def _begin_process(
+    base: Base, candidates: Sequence[RecipeCandidate], request: ForkRequest, threads: int
 ) -> None:
-    """A process: receives jobs and sends forks until the parent closes the connection."""
+    """A process opens the checkpoint for its first fork, and ends with its parent."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    Thread(target=_end_with_parent, daemon=True).start()
     logging.getLogger("fp4train").addHandler(logging.NullHandler())
     logging.getLogger("fp4train").propagate = False
     torch.set_num_threads(threads)
-    with (
-        suppress(EOFError, OSError, KeyboardInterrupt),
-        request.using_plugins(),
-    ):
-        subject: Subject | None = None
-        branches: list[Branch] = []
-        while True:
-            index, number = connection.recv()
-            try:
-                if subject is None:
-                    subject = open_checkpoint(base.source, base.step, request.paths)
-                    branches = [
-                        branch(subject, candidate, base.settings) for candidate in candidates
-                    ]
-                outcome: Fork | str = fork(subject, branches[index], base.settings, number)
-            except (UserError, MemoryError, RuntimeError) as error:
-                outcome = (
-                    f"{candidates[index].name}, fork {number}: {error or type(error).__name__}"
-                )
-            connection.send(((index, number), outcome))
+
+    @cache
+    def opened() -> tuple[Subject, list[Branch]]:
+        subject = open_checkpoint(base.source, base.step, request.paths)
+        return subject, [branch(subject, candidate, base.settings) for candidate in candidates]
+
+    def make(job: Job) -> Fork:
+        index, number = job
+        try:
+            with request.using_plugins():
+                subject, branches = opened()
+                return fork(subject, branches[index], base.settings, number)
+        except (UserError, MemoryError, RuntimeError) as error:
+            why = str(error) or type(error).__name__
+            raise UserError(f"{candidates[index].name}, fork {number}: {why}") from None
+
+    _MAKE.set(make)
+
+
+def _make(job: Job) -> Fork:
+    return _MAKE.get()(job)
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)

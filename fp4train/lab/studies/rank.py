@@ -13,17 +13,15 @@ compared, with all forks that those asked for have, and each new table is counte
 """
 
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import replace
-from pathlib import Path
 
 from fp4train.errors import UserError
 from fp4train.lab.studies.base import Base, Branch, RankRequest
 from fp4train.lab.studies.bases import open_bases
 from fp4train.lab.studies.candidates import RecipeCandidate, candidates, sweep_axes
 from fp4train.lab.studies.ranking import Entry, Ranking
-from fp4train.lab.studies.record import open_record, study_progress
-from fp4train.lab.studies.recorded_forks import Forks
+from fp4train.lab.studies.record import study_progress
+from fp4train.lab.studies.recorded_forks import Forks, make_missing, recorded_forks
 from fp4train.lab.studies.sequential import Looks
 from fp4train.run.checks import nothing_quantised
 
@@ -31,9 +29,8 @@ DEFAULT = "recipe=bf16,mxfp8,nvfp4,mxfp4"
 """The candidates of a ranking that names none."""
 
 
-def rank(request: RankRequest) -> tuple[Ranking, list[Path]]:
-    """Make the forks that the records lack; the ranking, and the folders that it belongs to: one of
-    each checkpoint.
+def rank(request: RankRequest) -> Ranking:
+    """The ranking, after the forks are made that the records lack.
 
     Raises:
         UserError: there is no such checkpoint or option, nothing to rank, or the reference
@@ -43,31 +40,12 @@ def rank(request: RankRequest) -> tuple[Ranking, list[Path]]:
     bases = _distinct(
         open_bases(request, lambda sections: candidates(axes, sections, request.baseline))
     )
-    with ExitStack() as stack:
-        folders = [base.folder_in(request.out, alone=len(bases) == 1) for base in bases]
-        records = {
-            base.mark: stack.enter_context(open_record(folder, base.identity, base.step))
-            for base, folder in zip(bases, folders, strict=True)
-        }
-        forks = [Forks(request, base, records[base.mark]) for base in bases]
+    with recorded_forks(request, bases) as forks, study_progress("fork") as shown:
         count = max(request.forks, min(base_forks.recorded for base_forks in forks))
+        records = {base_forks.base.mark: base_forks.record for base_forks in forks}
         looks = Looks(records, [base.branches[0].key for base in bases])
-        _make(forks, count)
-        ranking = _ranking(request, forks, count, looks)
-    if request.out is not None:
-        folders = [request.out]
-    return ranking, folders
-
-
-def _make(forks: Sequence[Forks], count: int) -> None:
-    jobs = [base_forks.missing(count) for base_forks in forks]
-    most = count * sum(len(base_forks.base.branches) for base_forks in forks)
-    done = most - sum(map(len, jobs))
-    with study_progress("fork") as shown:
-        shown(done, most)
-        for base_forks, mine in zip(forks, jobs, strict=True):
-            base_forks.make(mine, shown, done, most)
-            done += len(mine)
+        make_missing(forks, count, count, shown)
+        return _ranking(request, forks, count, looks)
 
 
 def _ranking(request: RankRequest, forks: Sequence[Forks], count: int, looks: Looks) -> Ranking:

@@ -1,5 +1,5 @@
-"""The result of a ranking: the gap of every candidate to the first, with intervals, tests, groups
-and spikes, and as a table on one screen.
+"""The result of a ranking: the gap of every candidate to the first, with intervals, tests and
+groups, and as a table on one screen.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
-from statistics import median
 from typing import Any
 
 from fp4train.lab.intervals import (
@@ -19,7 +18,6 @@ from fp4train.lab.intervals import (
     over_units,
     paired,
     quantile,
-    spikes,
 )
 from fp4train.lab.studies.base import Base
 from fp4train.lab.studies.candidates import FLOOR
@@ -76,19 +74,6 @@ class Entry:
     def losses(self, measure: str = "recipe") -> list[float]:
         """The losses of a candidate all of whose forks were made and none diverged."""
         return [float(loss) for loss in self.losses_by_fork(measure) if loss is not None]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Spike:
-    """A fork whose loss lies far from what its candidate's others and its seed's others say.
-
-    Args:
-        fork: place of the fork among all. above: nats per token over the median of its candidate.
-    """
-
-    entry: Entry
-    fork: int
-    above: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -257,27 +242,6 @@ class Ranking:
             error = paired(shares, means).error or 0.0
             halves.append(quantile(CONFIDENCE, len(means) - 1) * error)
         return math.fsum(halves) / len(halves)
-
-    @cached_property
-    def spikes(self) -> list[Spike]:
-        """The spikes of the candidates that were asked for. What a seed does to all of them is
-        taken off first.
-        """
-        finished = [entry for entry in self.entries if not entry.diverged]
-        seeds = [
-            median(losses) for losses in zip(*(entry.losses() for entry in finished), strict=True)
-        ]
-        all_spikes = []
-        for entry in self.ranked:
-            left = [loss - seed for loss, seed in zip(entry.losses(), seeds, strict=True)]
-            all_spikes += [
-                Spike(entry=entry, fork=i, above=left[i] - median(left)) for i in spikes(left)
-            ]
-        return [spike for spike in all_spikes if spike.above > self.margin]
-
-    def place(self, fork: int) -> str:
-        """ "runs/a, step 200, seed 3": where a fork was made."""
-        return f"{self.bases[fork // self.per_base].title}, seed {fork % self.per_base}"
 
     def against_reference(self, entry: Entry) -> Pair | None:
         """The pair of a candidate and the reference; None for the reference itself."""

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict
 
 import torch
 
 from fp4train.lab.studies.base import Base, ForkRequest
-from fp4train.lab.studies.forks import Fork, Job, Pool, here, open_checkpoint
-from fp4train.lab.studies.record import Shown, StudyRecord
+from fp4train.lab.studies.forks import Fork, Job, here, in_processes, open_checkpoint
+from fp4train.lab.studies.record import Shown, StudyRecord, open_record
 
 _log = logging.getLogger(__name__)
 
@@ -80,8 +80,8 @@ class Forks:
 
     def make(self, jobs: Sequence[Job], shown: Shown, done: int, most: int) -> None:
         """Make the forks of `jobs`; `done` of `most` are made before."""
-        with ExitStack() as stack:
-            for (index, number), fork in self._run(jobs, stack):
+        with closing(self._run(jobs)) as forks:
+            for (index, number), fork in forks:
                 branch = self.base.branches[index]
                 self.record.add(f"{branch.key}/{number}", asdict(fork))
                 done += 1
@@ -90,13 +90,47 @@ class Forks:
                 where = "" if self.base.subject else f"{self.base.title}: "
                 shown(done, most, f"{where}{branch.candidate.name}, seed {number}{ended}")
 
-    def _run(self, jobs: Sequence[Job], stack: ExitStack) -> Iterator[tuple[Job, Fork]]:
-        if not jobs:
-            return iter(())
+    def _run(self, jobs: Sequence[Job]) -> Generator[tuple[Job, Fork]]:
         base = self.base
         request = self.request
+        if not jobs:
+            return
         if request.processes > 1:
-            count = min(request.processes, len(jobs))
-            return stack.enter_context(Pool(base, request, self.threads, count)).run(jobs)
-        subject = base.subject or open_checkpoint(base.source, base.step, request.paths)
-        return here(subject, base.branches, base.settings, self.threads, jobs)
+            yield from in_processes(base, request, self.threads, jobs)
+        else:
+            subject = base.subject or open_checkpoint(base.source, base.step, request.paths)
+            yield from here(subject, base.branches, base.settings, self.threads, jobs)
+
+
+@contextmanager
+def recorded_forks(request: ForkRequest, bases: Sequence[Base]) -> Iterator[list[Forks]]:
+    """The forks at each checkpoint, with their records open.
+
+    Raises:
+        UserError: another process has one open, or it is of another study.
+    """
+    with ExitStack() as records:
+        yield [
+            Forks(
+                request,
+                base,
+                records.enter_context(
+                    open_record(
+                        base.folder_in(request.out, alone=len(bases) == 1), base.identity, base.step
+                    )
+                ),
+            )
+            for base in bases
+        ]
+
+
+def make_missing(forks: Sequence[Forks], count: int, most: int, shown: Shown) -> None:
+    """Make the first `count` forks of every candidate where a record lacks them, of `most`."""
+    jobs = [base_forks.missing(count) for base_forks in forks]
+    candidates = sum(len(base_forks.base.branches) for base_forks in forks)
+    total = most * candidates
+    done = count * candidates - sum(map(len, jobs))
+    shown(done, total)
+    for base_forks, missing in zip(forks, jobs, strict=True):
+        base_forks.make(missing, shown, done, total)
+        done += len(missing)

@@ -173,7 +173,6 @@ class CandidateResult:
         asked, same: see `Entry`.
         group: letters of the groups that it belongs to.
         diverged: problems that ended its forks.
-        spikes: places at which forks of it spiked, in words.
         gap, gap_high: gap of the losses evaluated in the recipe and in high precision.
         gaps: the gap at each checkpoint.
         tokens: see `Ranking.sampling`.
@@ -186,7 +185,6 @@ class CandidateResult:
     same: tuple[str, ...]
     group: str | None
     diverged: tuple[str, ...]
-    spikes: tuple[str, ...]
     gap: Estimate | None = None
     gap_high: Estimate | None = None
     gaps: tuple[float, ...] = ()
@@ -219,9 +217,6 @@ class CandidateResult:
             same=tuple(entry.same),
             group=ranking.groups.get(entry.name),
             diverged=tuple(entry.diverged),
-            spikes=tuple(
-                ranking.place(spike.fork) for spike in ranking.spikes if spike.entry is entry
-            ),
             forks=tuple(fork for fork in entry.forks if fork is not None),
             **figures,
         )
@@ -315,7 +310,7 @@ class GateCheckpoint(StudiedCheckpoint):
 
 @dataclass(frozen=True, kw_only=True)
 class GateResult:
-    """The answer of a gate; see `Answered`. That on several runs is equal in the folder of each.
+    """The answer of a gate. That on several runs is equal in the folder of each.
 
     Args:
         recipe: name of the recipe that was tested.

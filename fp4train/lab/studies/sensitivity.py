@@ -6,7 +6,6 @@ the random bits of repeat r are those of seed r at the step of the batch.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from fp4train.errors import UserError
@@ -24,43 +23,25 @@ from fp4train.lab.studies.record import LOSS_SCALE, Reading, Shown, StudyRecord
 from fp4train.lab.studies.subject import Subject, described
 from fp4train.precision import LayerPolicy, Recipe
 from fp4train.run.state.numbers import coming_loss_scale
-from fp4train.text import check_least
 
 GROUP = 4
 """Batches that are measured together; products of their errors give the systematic bias."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Effort:
-    """How much is measured.
-
-    Args:
-        batches: number of batches of every part.
-        repeats: number of passes over each batch with other random bits, for parts that round
-            stochastically and are no single layer.
-    """
-
-    batches: int = 8
-    repeats: int = 4
-
-    def __post_init__(self) -> None:
-        check_least(self, "", "batches", "repeats")
-
-
-def identity_of(subject: Subject, recipe: Recipe, effort: Effort) -> dict[str, Any]:
+def identity_of(subject: Subject, recipe: Recipe, repeats: int) -> dict[str, Any]:
     """The identity with which the record of the study must agree."""
     identity = {
         "study": "sensitivity",
         **subject.identity,
         "recipe": described(recipe),
-        "repeats": effort.repeats,
+        "repeats": repeats,
     }
     if recipe.loss_scaling is not None:
         identity[LOSS_SCALE] = coming_loss_scale(subject.run, recipe)
     return identity
 
 
-def groups_of(subject: Subject, effort: Effort) -> list[range]:
+def groups_of(subject: Subject, batches: int) -> list[range]:
     """The groups of batches in the order in which they are measured; batch 0 is the one that the
     run trains on next.
 
@@ -68,13 +49,13 @@ def groups_of(subject: Subject, effort: Effort) -> list[range]:
         UserError: the data has too few batches, of which some must be left to judge the policy.
     """
     most = max(2, subject.run.data.training.batches_per_epoch)
-    if effort.batches >= most:
+    if batches >= most:
         raise UserError(
-            f"batches={effort.batches}: the training data has {most} different batches of "
+            f"batches={batches}: the training data has {most} different batches of "
             "this size, and the policy is "
             f"judged on some that did not choose it; give batches={most // 2} or fewer"
         )
-    return _grouped(0, effort.batches)
+    return _grouped(0, batches)
 
 
 def _grouped(start: int, stop: int) -> list[range]:
@@ -87,7 +68,9 @@ class Study:
     Args:
         subject: model to study; `end` leaves it as it was.
         recipe: recipe to study.
-        effort: number of batches and repeats.
+        batches: number of batches of every part.
+        repeats: number of passes over each batch with other random bits, for parts that round
+            stochastically and are no single layer.
         record: record of the measurements, opened with `identity_of`.
 
     Raises:
@@ -95,13 +78,12 @@ class Study:
     """
 
     def __init__(
-        self, subject: Subject, recipe: Recipe, effort: Effort, record: StudyRecord
+        self, subject: Subject, recipe: Recipe, batches: int, repeats: int, record: StudyRecord
     ) -> None:
-        self.effort = effort
         self.record = record
-        self.parts = RecipeParts(subject, recipe, repeats=effort.repeats)
+        self.parts = RecipeParts(subject, recipe, repeats=repeats)
         self._gradients = GradientMeter(subject, self.parts.reference, list(self.parts.layers))
-        self._groups = groups_of(subject, effort)
+        self._groups = groups_of(subject, batches)
         self._measured: dict[str, list[Reading]] = {BASELINE: []}
         self._listed = list(self.parts.all())
 

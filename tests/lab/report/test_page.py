@@ -47,16 +47,15 @@ def test_the_page_has_every_part_and_asks_for_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("sketched")
-def test_a_ranking_of_several_runs_is_shown_once_with_its_checkpoints_and_spikes(
+def test_a_ranking_of_several_runs_is_shown_once_with_its_checkpoints(
     tmp_path: Path,
 ) -> None:
     runs = [write_run(tmp_path / name, seed=0) for name in "ab"]
     for run in runs:
-        write_ranking(run, runs=("runs/a", "runs/b"), spikes=["runs/b, step 30, seed 3"])
+        write_ranking(run, runs=("runs/a", "runs/b"))
     page = report(tmp_path, *runs)
     assert page.text.count("2 checkpoints: 6 forks of 24 steps for each candidate at each") == 1
     assert "runs/a, step 30, trained in NVFP4; runs/b, step 30, trained in NVFP4" in page.text
-    assert "mxfp8 spikes at runs/b, step 30, seed 3" in page.text
     alone = report(tmp_path, write_ranking(write_run(tmp_path / "c", seed=0)).parents[2])
     assert "One checkpoint: all of this holds for it alone." in alone.text
 

@@ -10,7 +10,7 @@ import pytest
 from subjects import subject_of
 
 from fp4train.errors import UserError
-from fp4train.lab.studies import Base, Effort, ForkSettings, RecipeParts, open_record, open_subject
+from fp4train.lab.studies import Base, ForkSettings, RecipeParts, open_record, open_subject
 from fp4train.lab.studies.sensitivity import identity_of
 from fp4train.lab.studies.subject import described, digest
 from fp4train.precision import FP16, MXFP4, NVFP4, LayerPolicy
@@ -92,8 +92,7 @@ def test_a_ranking_finds_its_folder_again_whatever_options_are_added(trained: Pa
 
 def test_a_refusal_names_the_settings_that_differ(trained: Path, tmp_path: Path) -> None:
     subject = subject_of(trained)
-    effort = Effort(batches=1, repeats=2)
-    with open_record(tmp_path, identity_of(subject, NVFP4(), effort), subject.step):
+    with open_record(tmp_path, identity_of(subject, NVFP4(), 2), subject.step):
         pass
     other = replace(
         subject, settings={**subject.settings, "train.batch_size": 7, "model.added": "on"}
@@ -104,12 +103,12 @@ def test_a_refusal_names_the_settings_that_differ(trained: Path, tmp_path: Path)
     )
     with (
         pytest.raises(UserError, match=named),
-        open_record(tmp_path, identity_of(other, NVFP4(), effort), 6),
+        open_record(tmp_path, identity_of(other, NVFP4(), 2), 6),
     ):
         pass
     with (
         pytest.raises(UserError, match=r"recipe\.hadamard: the default there, False here"),
-        open_record(tmp_path, identity_of(subject, NVFP4(hadamard=False), effort), 6),
+        open_record(tmp_path, identity_of(subject, NVFP4(hadamard=False), 2), 6),
     ):
         pass
 
@@ -125,8 +124,7 @@ def test_a_study_of_an_older_fp4train_with_another_loss_scale_is_not_gone_on_wit
 ) -> None:
     """Its record does not say which scale it had. One of a recipe without loss scaling goes on."""
     subject = subject_of(trained)
-    effort = Effort(batches=1, repeats=2)
-    scaled = identity_of(subject, FP16(), effort)
+    scaled = identity_of(subject, FP16(), 2)
     older = {key: value for key, value in scaled.items() if key != "loss_scale"}
     with open_record(tmp_path, older, subject.step):
         pass
@@ -135,4 +133,4 @@ def test_a_study_of_an_older_fp4train_with_another_loss_scale_is_not_gone_on_wit
         open_record(tmp_path, scaled, subject.step),
     ):
         pass
-    assert "loss_scale" not in identity_of(subject, NVFP4(), effort)
+    assert "loss_scale" not in identity_of(subject, NVFP4(), 2)

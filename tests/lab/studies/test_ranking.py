@@ -204,22 +204,6 @@ def test_the_order_in_which_checkpoints_are_named_makes_no_other_test() -> None:
     assert [pair.p for pair in found.compared] == [pair.p for pair in other.compared]
 
 
-def test_a_fork_that_spikes_is_named_with_its_place_in_table_and_file() -> None:
-    found = ranking(6, runs=2)
-    forks = list(found.entries[2].forks)
-    assert forks[8] is not None
-    forks[8] = replace(forks[8], recipe=2.9)
-    entries = [*found.entries[:2], replace(found.entries[2], forks=forks), *found.entries[3:]]
-    spiky = replace(found, entries=entries)
-    (spike,) = spiky.spikes
-    assert (spike.entry.name, spike.fork) == ("nvfp4", 8) and not found.spikes
-    assert "nvfp4 spikes: its loss is +1.1" in render(
-        spiky
-    ) and "at runs/b, step 200, seed 2" in render(spiky)
-    spikes = {result.name: result.spikes for result in RankResult.of(spiky).results}
-    assert spikes["nvfp4"] == ("runs/b, step 200, seed 2",)
-
-
 def test_the_choice_of_validation_tokens_is_said_beside_the_interval() -> None:
     """By hand: microbatches with gaps of ½ and 3/2 of the mean have the error gap/2; t(1) is
     12.7.

@@ -11,7 +11,7 @@ from subjects import subject_of
 
 from fp4train.config import to_config
 from fp4train.errors import UserError
-from fp4train.lab.studies import Effort, GradientMeter, RecipePart, open_record
+from fp4train.lab.studies import GradientMeter, RecipePart, open_record
 from fp4train.lab.studies.sensitivity import identity_of
 from fp4train.precision import NVFP4
 from fp4train.run.record import directory as run_directory
@@ -208,19 +208,12 @@ def test_what_cannot_be_studied_is_one_message_and_leaves_no_folder(
     assert not Path("runs/a/studies").exists()
 
 
-@pytest.mark.parametrize("wrong", [{"batches": 0}, {"repeats": 0}])
-def test_an_effort_is_at_least_one_batch_and_one_pass(wrong: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"batches|repeats"):
-        Effort(**wrong)
-
-
 @pytest.mark.usefixtures("sketched")
 def test_a_study_cannot_go_on_with_other_weights(trained: Path, tmp_path: Path) -> None:
-    effort = Effort()
     for step, message in ((3, None), (6, "another study")):
         subject = subject_of(trained, step=step)
         try:
-            with open_record(tmp_path, identity_of(subject, NVFP4(), effort), subject.step):
+            with open_record(tmp_path, identity_of(subject, NVFP4(), 4), subject.step):
                 assert message is None
         except UserError as error:
             assert message is not None and message in str(error)
