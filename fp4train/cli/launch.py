@@ -37,7 +37,11 @@ from fp4train.text import shortened
 LONGEST_GROUP = 128
 """Characters of a group's name that Weights & Biases takes."""
 _SHOW = {"--cfg", "-c"}
-_SOURCES = {"resume": "run", "init": "weights", "teacher": "model"}
+_SOURCES = {
+    "resume": "run: resume=RUN",
+    "init": "weights: init=RUN, or init=FOLDER of Hugging Face",
+    "teacher": "model: teacher=RUN, or teacher=FOLDER of Hugging Face",
+}
 """Keys that take a run, the last two a folder, too."""
 
 
@@ -68,7 +72,6 @@ def launch(arguments: list[str], task: Callable[[Command], int]) -> int:
     """
     check_flags(arguments)
     arguments = overrides.with_files(arguments)
-    _check_sources(arguments)
     with plugins.using(overrides.plugins(arguments), overrides.own_folders(arguments)):
         if {argument.partition("=")[0] for argument in arguments} & {*_SHOW, "--resolve"}:
             return _show(arguments)
@@ -78,22 +81,6 @@ def launch(arguments: list[str], task: Callable[[Command], int]) -> int:
             if codes[-1] > 128:  # a signal ends the whole sweep
                 return codes[-1]
         return 1 if 1 in codes else max(codes)  # an error, not another job's divergence
-
-
-def _check_sources(arguments: list[str]) -> None:
-    """Refuse `resume=`, `init=` and `teacher=` without a name, as an unset variable of a shell
-    leaves them.
-    """
-    for override in overrides.parse(arguments):
-        key = override.key_or_group
-        if key not in _SOURCES or override.is_delete():
-            continue
-        names = [override.value()]
-        if override.is_choice_sweep():
-            names = [name.strip("'\"") for name in override.sweep_string_iterator()]
-        if any(isinstance(name, str) and not name.strip() for name in names):
-            folder = "" if key == "resume" else f", or {key}=FOLDER of Hugging Face"
-            raise UserError(f"{override.input_line} names no {_SOURCES[key]}: {key}=RUN{folder}")
 
 
 def _commands(arguments: list[str]) -> list[Command]:
@@ -160,6 +147,10 @@ def settings(composition: Composed) -> Command:
         UserError: a value does not fit, or RUN cannot be resumed with these overrides.
     """
     _check_plugins(composition.cfg)
+    for key, source in _SOURCES.items():
+        name = composition.cfg.get(key)
+        if isinstance(name, str) and not name.strip():  # as an unset variable of a shell leaves it
+            raise UserError(f"{key}= names no {source}")
     if composition.cfg.resume:
         return _resumed_settings(composition)
     return _new_settings(composition)

@@ -88,16 +88,9 @@ def main(arguments: list[str]) -> int:
     code.
     """
     line = read_line(arguments, PlanOptions, __doc__, keys=None, data=True)
-    for word in line.words:
-        if word.startswith("parallel="):
-            raise UserError(
-                f"{word}: a mesh is named by its sizes, {', '.join(KEYS)}; plan prices the one that "
-                "they name"
-            )
     if line.words and names_folder(line.words[0]):
-        run, *beside = [*line.words, *line.flags]
-        if line.gpus is not None or line.as_data:
-            raise UserError("plan RUN shows the run as it is, without gpus=, parallel.* and --json")
+        run = line.words[0]
+        beside = [word for word in arguments if word != run and not word.startswith("full=")]
         if beside:
             check_flags(list(line.flags))
             words = shlex.join(beside)

@@ -27,10 +27,11 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from typing import NamedTuple
 
 from fp4train.cli.trained import KEYS, with_model, with_weight_kinds
 from fp4train.config.command_line import CommandLine, WholeNumber, read_line
-from fp4train.data.tokens import begin_of_document
+from fp4train.data.tokens import Tokenizer, begin_of_document
 from fp4train.errors import UserError
 from fp4train.exchange import NamedRecipe, Sampling, TextStream, TrainedModel, generate
 from fp4train.exchange.dialogue import Dialogue
@@ -67,28 +68,41 @@ def main(arguments: list[str]) -> int:
     return with_model(line, line.step, task)
 
 
-def _sample(trained: TrainedModel, named: NamedRecipe, line: SampleOptions) -> int:
-    as_data = line.as_data
-    tokenizer = trained.text_tokenizer()
-    ends = [tokenizer.end_of_document]
-    end = ""
-    if line.chat is None:
-        prompt = line.prompt or ""
-        ids = tokenizer.encode(prompt)
-        if (begin := begin_of_document(tokenizer)) is not None:
-            ids = [begin, *ids]
-        spelling = "prompt= is text: %s is read as its characters; chat= asks"
-    else:
-        chat = Dialogue.of(trained)
-        prompt = chat.text([{"role": "user", "content": line.chat}])
-        ids = chat.encode(prompt)
-        ends = chat.ends
-        end = chat.spelt_end
-        spelling = "chat= spells %s, which is read as that token"
+class _Prompt(NamedTuple):
+    """What a text is written behind.
+
+    Args:
+        ends: tokens that end the text. end: text that ends it, in an answer; empty: there is none.
+    """
+
+    text: str
+    ids: list[int]
+    ends: Sequence[int]
+    end: str = ""
+
+
+def _prompt(trained: TrainedModel, tokenizer: Tokenizer, line: SampleOptions) -> _Prompt:
+    """The prompt, or the question in the chat template of the data."""
     asked = line.prompt or line.chat or ""
-    if spelt := [s for s in getattr(tokenizer, "special_tokens", ()) if s in asked]:
-        _log.warning(spelling, spelt[0])
-    shows_tokens = not (as_data or end)
+    spelt = next((s for s in getattr(tokenizer, "special_tokens", ()) if s in asked), None)
+    if line.chat is not None:
+        if spelt is not None:
+            _log.warning("chat= spells %s, which is read as that token", spelt)
+        chat = Dialogue.of(trained)
+        text = chat.text([{"role": "user", "content": line.chat}])
+        return _Prompt(text, chat.encode(text), chat.ends, chat.spelt_end)
+    if spelt is not None:
+        _log.warning("prompt= is text: %s is read as its characters; chat= asks", spelt)
+    ids = tokenizer.encode(asked)
+    if (begin := begin_of_document(tokenizer)) is not None:
+        ids = [begin, *ids]
+    return _Prompt(asked, ids, [tokenizer.end_of_document])
+
+
+def _sample(trained: TrainedModel, named: NamedRecipe, line: SampleOptions) -> int:
+    tokenizer = trained.text_tokenizer()
+    prompt, ids, ends, end = _prompt(trained, tokenizer, line)
+    shows_tokens = not (line.as_data or end)
     stream = TextStream(tokenizer, ids)
 
     def stops(row: int) -> bool:
@@ -97,7 +111,7 @@ def _sample(trained: TrainedModel, named: NamedRecipe, line: SampleOptions) -> i
     began = time.perf_counter()
     written: list[int] = []
     for (token,) in generate(trained, [ids], line, named=named, ends=ends, stops=stops):
-        if not written and line.chat is None and not as_data:
+        if not written and line.chat is None and not line.as_data:
             print(prompt, end="")
         assert token is not None
         written.append(token)
@@ -108,20 +122,19 @@ def _sample(trained: TrainedModel, named: NamedRecipe, line: SampleOptions) -> i
     seconds = time.perf_counter() - began
     ended = written[-1] in ends or stops(0)
     text = stream.text.partition(end)[0] if end else stream.text
-    if as_data:
-        outcome = {
-            "ids": written,
-            "ended": ended,
-            "seconds": round(seconds, 3),
-        }
-        about = {
+    if line.as_data:
+        body = {
             "run": str(trained.source),
             "step": trained.step,
             "recipe": named.name,
             "prompt": prompt,
+            **{field.name: getattr(line, field.name) for field in fields(Sampling)},
+            "text": text,
+            "ids": written,
+            "ended": ended,
+            "seconds": round(seconds, 3),
         }
-        sampling = {field.name: getattr(line, field.name) for field in fields(Sampling)}
-        print(json.dumps({**about, **sampling, "text": text, **outcome}))
+        print(json.dumps(body))
         return 0
     print(ending if shows_tokens else text)
     full = "" if ended or len(written) == line.tokens else "; the context is full"

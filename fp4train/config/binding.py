@@ -19,7 +19,7 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from fp4train.config.folders import own_options
-from fp4train.config.plugins import own_class
+from fp4train.config.plugins import below, own_class
 from fp4train.config.unknown import unknown_key
 from fp4train.errors import UserError, check_local, user_errors
 from fp4train.keys import MayDiffer, WrittenUnder
@@ -130,7 +130,7 @@ def key_fields(node: Any, hint: Any, path: str = "") -> Iterator[KeyField]:
     for key, value in node.items():
         if key == "_target_":
             continue
-        where = f"{path}.{key}" if path else str(key)
+        where = below(path, key)
         needed = hints(str(key))
         yield KeyField(path=where, owner=kind, hint=needed, value=value)
         yield from key_fields(value, needed, where)
@@ -154,17 +154,13 @@ def flattened(node: Any, prefix: str = "") -> dict[str, Any]:
     return {prefix.rstrip("."): list(node) if isinstance(node, tuple) else node}
 
 
-def unknown_keys(node: Any, hint: Any, path: str = "") -> Iterator[str]:
-    """The full keys below `node`, whose own key is `path`, that its classes do not have."""
-    if not isinstance(node, Mapping):
-        return
-    kind, hints = _described(node, hint)
-    for key, value in node.items():
-        where = f"{path}.{key}" if path else str(key)
-        if kind is not None and key != "_target_" and key not in _fields(kind):
-            yield where
-        else:
-            yield from unknown_keys(value, hints(str(key)), where)
+def unknown_keys(node: Any, hint: Any) -> Iterator[str]:
+    """The full keys that the classes of a configuration do not have."""
+    return (
+        key.path
+        for key in key_fields(node, hint)
+        if key.owner is not None and key.name not in _fields(key.owner)
+    )
 
 
 def known_part(node: Any, hint: Any) -> Any:
@@ -221,7 +217,7 @@ def _texts(node: Any, hint: Any, path: str = "") -> Iterator[tuple[str, str, tup
             defaults = {name: field.default for name, field in _fields(kind).items()}
         for key, value in node.items():
             if str(key) not in defaults or defaults[str(key)] != value:
-                yield from _texts(value, hints(str(key)), f"{path}.{key}" if path else str(key))
+                yield from _texts(value, hints(str(key)), below(path, key))
         return
     for option, marks in _branches(hint):
         if is_sequence(option) and isinstance(node, (list, tuple, str)):
@@ -349,7 +345,7 @@ def _bind_mapping(
     node: Mapping[Any, Any], options: tuple[Any, ...], path: str, mark: WrittenUnder | None
 ) -> Any:
     if "_target_" in node:
-        kind = own_class(node["_target_"], f"{path}._target_" if path else "_target_")
+        kind = own_class(node["_target_"], below(path, "_target_"))
         reasons = [_why_not(kind, option) for option in options]
         if all(reasons):
             because = f": {reasons[0]}" if len(reasons) == 1 else ""

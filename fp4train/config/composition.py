@@ -84,7 +84,7 @@ def composed(arguments: list[str]) -> Iterator[Composed]:
             word for word in point_words if word.key_or_group in groups or overrides.is_hydras(word)
         ]
         single = [word for word in point_words if word not in chosen]
-        composition = _composition([str(word.input_line) for word in chosen], folders)
+        composition = compose([str(word.input_line) for word in chosen], folders)
         if sweep and (more := _axes_of_file(axes, swept)):
             yield from composed([*more, *arguments])
             return
@@ -136,12 +136,33 @@ def _checked_elsewhere(words: Iterable[Override]) -> str | None:
 
 def compose(arguments: list[str], folders: Iterable[Path] = ()) -> DictConfig:
     """The configuration that Hydra composes of `arguments`, with the groups in `folders` added to
-    fp4train's.
+    fp4train's. Its interpolations resolve until the next one; until then `HydraConfig` has Hydra's
+    own node.
 
     Raises:
         UserError: they do not fit the configuration.
     """
-    return _composition(arguments, folders)
+    GlobalHydra.instance().clear()
+    register_recipes()
+    search_path = ",".join(f"'file://{folder.absolute()}'" for folder in folders)
+    try:
+        with initialize_config_dir(str(CONFIGS), version_base="1.3"):
+            if search_path:
+                arguments = [f"hydra.searchpath=[{search_path}]", *arguments]
+            composition = hydra_compose("train", overrides=arguments, return_hydra_config=True)
+            HydraConfig.instance().set_config(composition)
+            with open_dict(composition):
+                del composition["hydra"]
+            return composition
+    except MarkedYAMLError as error:
+        name = "a file of options"
+        if error.problem_mark is not None and Path(error.problem_mark.name).is_file():
+            name = error.problem_mark.name
+        raise UserError(f"{name} cannot be read: {yaml_problem(error)}") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"a file of options is not UTF-8 text: {error}") from error
+    except (HydraException, OmegaConfBaseException) as error:
+        raise UserError(overrides.first_lines(error)) from error
 
 
 def sections(
@@ -215,34 +236,6 @@ def named(group: str, option: str) -> Any:
     finally:
         GlobalHydra.instance().hydra = their_hydra
         HydraConfig.instance().cfg = their_config
-
-
-def _composition(words: list[str], folders: Iterable[Path]) -> DictConfig:
-    """Configuration that Hydra composes, whose interpolations resolve until the next one; until then
-    `HydraConfig` has Hydra's own node.
-    """
-    GlobalHydra.instance().clear()
-    register_recipes()
-    search_path = ",".join(f"'file://{folder.absolute()}'" for folder in folders)
-    try:
-        with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-            all_words = list(words)
-            if search_path:
-                all_words.insert(0, f"hydra.searchpath=[{search_path}]")
-            composition = hydra_compose("train", overrides=all_words, return_hydra_config=True)
-            HydraConfig.instance().set_config(composition)
-            with open_dict(composition):
-                del composition["hydra"]
-            return composition
-    except MarkedYAMLError as error:
-        name = "a file of options"
-        if error.problem_mark is not None and Path(error.problem_mark.name).is_file():
-            name = error.problem_mark.name
-        raise UserError(f"{name} cannot be read: {yaml_problem(error)}") from error
-    except UnicodeDecodeError as error:
-        raise UserError(f"a file of options is not UTF-8 text: {error}") from error
-    except (HydraException, OmegaConfBaseException) as error:
-        raise UserError(overrides.first_lines(error)) from error
 
 
 def _choices() -> dict[str, str]:

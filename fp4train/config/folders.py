@@ -7,6 +7,7 @@ through its ConfigStore. So are single files that a command names as an option (
 """
 
 import hashlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -71,14 +72,9 @@ def options(folder: Path) -> dict[str, list[str]]:
     return by_group
 
 
-def own_options() -> dict[str, list[str]]:
-    """`options` of fp4train, the recipes among them."""
-    return {group: list(names) for group, names in _own_options().items()}
-
-
 @cache
-def _own_options() -> dict[str, list[str]]:
-    """`own_options`, read once: one command asks for them several times."""
+def own_options() -> Mapping[str, Sequence[str]]:
+    """`options` of fp4train, the recipes among them."""
     return options(CONFIGS) | {"recipe": sorted(path.stem for path in RECIPES.glob("*.yaml"))}
 
 

@@ -7,12 +7,13 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import is_dataclass
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import get_type_hints
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 
+from fp4train.config.binding import bind
 from fp4train.config.folders import (
     check_folder,
     options,
@@ -158,7 +159,7 @@ def groups(folders: Iterable[Path] = ()) -> dict[str, list[str]]:
     """Config group → its options, those of fp4train and of `folders`; nested groups with a slash
     ("data/tokenizer").
     """
-    by_group = own_options()
+    by_group = {group: list(names) for group, names in own_options().items()}
     for more in (registered_files(), *(options(folder) for folder in folders)):
         for group, names in more.items():
             by_group.setdefault(group, []).extend(names)
@@ -189,13 +190,13 @@ def with_files(arguments: list[str]) -> list[str]:
     return words
 
 
-def plugins(arguments: Sequence[str]) -> list[str]:
+def plugins(arguments: Sequence[str]) -> Sequence[str]:
     """The packages that `plugins=[…]` names.
 
     Raises:
         UserError: it is no list of names, or a sweep.
     """
-    packages: list[str] = []
+    packages: tuple[str, ...] = ()
     for override in parse(arguments):
         if override.key_or_group == "plugins":
             if override.is_sweep_override():
@@ -203,19 +204,9 @@ def plugins(arguments: Sequence[str]) -> list[str]:
                     f"{override.input_line}: a list has brackets, plugins=[…]; it cannot be "
                     "swept over"
                 )
-            names: list[Any] = []
-            if not override.is_delete():
-                value = override.value()
-                if isinstance(value, list):
-                    names = value
-                elif value is not None:
-                    names = [value]
-            if strange := [name for name in names if not isinstance(name, str)]:
-                raise UserError(
-                    f"{override.input_line}: {strange[0]} is no package's name; write "
-                    "plugins=[mylab]"
-                )
-            packages = [str(name) for name in names]
+            packages = ()
+            if not override.is_delete() and (value := override.value()) is not None:
+                packages = bind(value, tuple[str, ...], "plugins")
     return packages
 
 

@@ -170,13 +170,18 @@ def own_class(target: object, where: str) -> type:
     return kind
 
 
+def below(path: str, key: object) -> str:
+    """The full key of a section's `key`; `path` is that of the section, empty for the whole."""
+    return f"{path}.{key}" if path else str(key)
+
+
 def walk(node: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
     """(full key, key or index, value) of all that is below `node`, plain values whose own key is
     `path`.
     """
     if isinstance(node, Mapping):
         for key, value in node.items():
-            where = f"{path}.{key}" if path else str(key)
+            where = below(path, key)
             yield where, key, value
             yield from walk(value, where)
     elif isinstance(node, (list, tuple)):

@@ -10,6 +10,7 @@ from typing import Any, get_args
 from hydra.core.override_parser.types import Override
 
 from fp4train.config.binding import hint_of, is_sequence, sections_of, types_of
+from fp4train.config.plugins import below
 from fp4train.config.schema import Config
 
 _ITEM = re.compile(
@@ -71,7 +72,7 @@ def lost_texts(node: Any, hint: Any = Config, key: str = "") -> Iterator[tuple[s
     """
     if isinstance(node, Mapping):
         for name, value, needed in sections_of(node, hint):
-            yield from lost_texts(value, needed, f"{key}.{name}" if key else name)
+            yield from lost_texts(value, needed, below(key, name))
     elif isinstance(node, list):
         for option in filter(is_sequence, types_of(hint)):
             for item in node:

@@ -27,6 +27,8 @@ _ABSENT = {
     "ranks, and sends them as codes",
     "parallel.norm": "the gradient norm is summed in float64 on any number of ranks, and there is "
     "nothing to choose",
+    "plan parallel": "a mesh is named by its sizes, parallel.dp_replicate, parallel.dp_shard, parallel.tp "
+    "and parallel.pp; plan prices the one that they name",
     "compare margin": "the table has the 95 % interval of a gap over seeds; fp4train gate RUN margin=0.01 "
     "shows whether it is within a margin",
     "sensitivity budget": "batches=N says how many batches every part is measured on",

@@ -341,7 +341,7 @@ def test_a_mixture_of_671b_fits_1024_gpus_in_shards_of_whole_experts(
         ),
         (
             ["parallel=auto", "gpus=8"],
-            "parallel=auto: a mesh is named by its sizes, parallel.dp_replicate, parallel.dp_shard",
+            "a mesh is named by its sizes, parallel.dp_replicate, parallel.dp_shard",
         ),
         (
             ["parallel.pp_schedule=zb"],

@@ -97,8 +97,8 @@ def test_the_plugins_of_a_command(arguments: list[str], names: list[str]) -> Non
     ("argument", "message"),
     [
         ("plugins=a,b", "a list has brackets"),
-        ("plugins=[3]", "3 is no package's name"),
-        ("plugins={a:1}", "is no package's name"),
+        ("plugins=[3]", "plugins=[3]: a plugin is named as in an import statement"),
+        ("plugins={a:1}", "must be a list"),
     ],
 )
 def test_what_is_no_list_of_plugins(argument: str, message: str) -> None:

@@ -3,7 +3,6 @@ for a network.
 """
 
 import os
-import re
 import shutil
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
@@ -32,7 +31,6 @@ NEEDED = (
 )
 """Packages that runs import, by the names that pip knows."""
 
-OLDEST_TORCH = (2, 11)
 LITTLE_DISK = 2 << 30
 """Bytes; the checkpoints of the default run take a hundredth, those of a model of 1 B parameters
 six times as much.
@@ -111,15 +109,12 @@ def _drivers() -> list[Fact]:
 
 
 def _torch() -> Fact:
-    problem = None
-    if _numbers(torch.__version__) < OLDEST_TORCH:
-        problem = f"fp4train needs torch {'.'.join(map(str, OLDEST_TORCH))} or newer"
     compiled = compile_context.UNAVAILABLE
     if compiled is None:
         note = None
     else:
         note = f"train.compile=true runs linear layers outside of the graphs: {compiled}"
-    return Fact("torch", torch.__version__, problem=problem, note=note)
+    return Fact("torch", torch.__version__, note=note)
 
 
 def _transformer_engine() -> Fact:
@@ -221,7 +216,3 @@ def _wandb() -> Fact:
     except Exception as error:  # any of wandb's
         return Fact("wandb", version, problem=f"wandb does not start ({error}); use track=jsonl")
     return Fact("wandb", f"{version}, {state}")
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    return tuple(int(n) for n in re.findall(r"\d+", version)[:2])

@@ -178,7 +178,6 @@ class Journal:
         self.waiting: list[tuple[Record, bytes]] = []
         """Records that are added and not written yet, and their lines."""
         self._written = self.last
-        self._left = (-1, 0, 0, 0)
 
     @classmethod
     def read(cls, folder: Folder, identity: str | None) -> Journal:
@@ -225,25 +224,13 @@ class Journal:
         added = tuple(self.waiting)
         path = self.folder.path / HISTORY
         with user_errors(OSError, before=f"{path} cannot be written: "):
-            size = self._left[0]
-            if self._file() != self._left:
-                records, size = _lines(self.folder)
-                if (records[-1].sum if records else "") != self._written:
-                    raise UserError(f"{path} is not as this process wrote it: put it back")
+            records, size = _lines(self.folder)
+            if (records[-1].sum if records else "") != self._written:
+                raise UserError(f"{path} is not as this process wrote it: put it back")
             with LogWriter(self.folder, HISTORY, size) as file:
                 file.write(b"".join(line for _, line in added), sync=True)
-            self._left = self._file()
         self._written = added[-1][0].sum if added else self._written
         del self.waiting[: len(added)]
-
-    def _file(self) -> tuple[int, int, int, int]:
-        """The file's length, number and times: as this process left them, nobody has written to it
-        since.
-        """
-        status = self.folder.status(HISTORY)
-        if status is None:
-            return (0, 0, 0, 0)
-        return (status.st_size, status.st_ino, status.st_mtime_ns, status.st_ctime_ns)
 
     def set_swaps(self, entries: Iterable[SwapEntry], step: int) -> list[int]:
         """Add, at `step`, what makes `entries` the swaps of the run; the steps of those that were
