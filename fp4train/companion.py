@@ -19,8 +19,6 @@ A hook that raises is named with its file and line, and hears nothing more. All 
 their next step, and the state is saved.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path

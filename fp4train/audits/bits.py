@@ -1,7 +1,5 @@
 """Comparison of tensors bit by bit, and sums of the bits of tensors."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Final
 

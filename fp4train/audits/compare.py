@@ -5,8 +5,6 @@ product with that of the operands that were multiplied, then what the layer retu
 product. So a fault is named where it arises, and not by what follows from it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial

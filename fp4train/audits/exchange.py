@@ -4,8 +4,6 @@ Every rank of the layer calls `exchange`, in the same order of layers: also one 
 send, or whose audit failed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Final, NamedTuple

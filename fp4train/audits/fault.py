@@ -1,7 +1,5 @@
 """Results of audits."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress

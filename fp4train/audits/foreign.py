@@ -5,8 +5,6 @@ Hooks of the module begin and end its forward pass. x, y and the weight pass thr
 so that dx, dy and dw are those of this call, whoever else reads x or the weight.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from typing import Any, cast
 

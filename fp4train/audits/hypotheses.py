@@ -4,8 +4,6 @@ They are tried in order, and the first one that gives what was multiplied, bit f
 cause.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from functools import partial

@@ -9,8 +9,6 @@ nn.Linear (`audits.foreign`). Linear layers of other classes, as Transformer Eng
 report.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field

@@ -6,8 +6,6 @@ call changes. dx is the layer's own, not the sum over all readers of x. All tens
 main memory at once, so that an audit holds none on a GPU.
 """
 
-from __future__ import annotations
-
 import copy
 import weakref
 from collections.abc import Callable, Sequence

@@ -13,8 +13,6 @@ sums are not known. Elements beyond it must be what the model gives, however K i
 are many, some are computed in the model, and the rest must lie within 2⁻⁸ of Σ|a|·|b|.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Final, NamedTuple

@@ -7,8 +7,6 @@ are shown by itself (`LayerBackend.watcher`), in the passes of the layer alone: 
 dy arrives to the last product that is wanted.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence, Set as AbstractSet
 from contextlib import contextmanager
 from typing import Any, Protocol

@@ -8,8 +8,6 @@ element from the lower one, as a share of that between them, rounding up has the
 of all elements, and of those whose lower neighbour is 0, which counts the zeros.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -3,8 +3,6 @@ the layers in turn, the last one twice as often, since a fault in all layers can
 one, whose dy the layers above it make.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar

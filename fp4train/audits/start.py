@@ -6,8 +6,6 @@ remainder by 256 is the same, so that they are padded alike. Of a group of exper
 a layer of its own.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext

@@ -5,8 +5,6 @@ Means are sums in float32 whose order the device chooses: one must lie within (M
 that in float64. What follows is made from the mean that was taken.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Final
 

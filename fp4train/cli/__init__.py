@@ -1,3 +1,3 @@
 """The command line, one file per verb."""
 
-from fp4train.cli.main import main as main
+from fp4train.cli.main import main

@@ -14,8 +14,6 @@ audit failed, or there is no such run, checkpoint or option.
   plugins=[NAME]   packages of classes of your own that the run needs
 """
 
-from __future__ import annotations
-
 import json
 import traceback
 from collections.abc import Callable

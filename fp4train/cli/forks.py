@@ -2,8 +2,6 @@
 the folder of each checkpoint.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

@@ -11,30 +11,30 @@ import math
 from typing import NamedTuple
 
 from fp4train.formats.element import (
-    BF16 as BF16,
-    E1M2 as E1M2,
-    E2M1 as E2M1,
-    E2M3 as E2M3,
-    E3M2 as E3M2,
-    E4M3 as E4M3,
-    E5M2 as E5M2,
-    FP16 as FP16,
-    FP32 as FP32,
-    INT4 as INT4,
-    WIDE_FORMATS as WIDE_FORMATS,
-    ElementFormat as ElementFormat,
-    decode as decode,
-    encode as encode,
-    pack_fp4 as pack_fp4,
-    unpack_fp4 as unpack_fp4,
+    BF16,
+    E1M2,
+    E2M1,
+    E2M3,
+    E3M2,
+    E4M3,
+    E5M2,
+    FP16,
+    FP32,
+    INT4,
+    WIDE_FORMATS,
+    ElementFormat,
+    decode,
+    encode,
+    pack_fp4,
+    unpack_fp4,
 )
 from fp4train.formats.levels import (
     HIF4_SCALE,
     IF4_SCALE,
-    AdaptiveScale as AdaptiveScale,
-    LevelledScale as LevelledScale,
-    e6m2_decode as e6m2_decode,
-    e6m2_encode as e6m2_encode,
+    AdaptiveScale,
+    LevelledScale,
+    e6m2_decode,
+    e6m2_encode,
 )
 from fp4train.formats.registry import Registry
 from fp4train.formats.scale import (
@@ -44,11 +44,11 @@ from fp4train.formats.scale import (
     POW2_SCALE,
     UE5M3_IEEE_SCALE,
     UE5M3_SCALE,
-    ScaleFormat as ScaleFormat,
-    e4m3_decode as e4m3_decode,
-    e4m3_encode as e4m3_encode,
-    e8m0_decode as e8m0_decode,
-    e8m0_encode as e8m0_encode,
+    ScaleFormat,
+    e4m3_decode,
+    e4m3_encode,
+    e8m0_decode,
+    e8m0_encode,
 )
 
 ELEMENT_FORMATS = Registry[ElementFormat](

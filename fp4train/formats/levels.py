@@ -20,8 +20,6 @@ whether the elements of the block are integers from -7 to 7 times 6/7, in place 
 `quantize.scaling.choose_grids` chooses.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -5,8 +5,6 @@ is updated. Layers alternate between the first two microbatches: what is wrong i
 one, as random bits that begin anew, shows in the second.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator, Sequence, Set
 from contextlib import contextmanager

@@ -1,3 +1,3 @@
 """What a step is measured by: statistics of quantised operands, and profiles."""
 
-from fp4train.measure.statistics import Measured as Measured, watch as watch
+from fp4train.measure.statistics import Measured, watch

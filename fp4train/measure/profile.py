@@ -17,8 +17,6 @@ for each pass, which names all of its products. Compiled blocks (train.compile) 
 No bit of a run changes. A recorded step takes longer, and the loop waits while a trace is written.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager

@@ -6,8 +6,6 @@ are the shard of the codes. The out features of a shard may be several runs of t
 one in each segment of its weight.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass

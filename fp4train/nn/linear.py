@@ -5,8 +5,6 @@ What it shares with groups of weights is in `planned.py`, the support for torch.
 `compile.py`.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any, Self
 

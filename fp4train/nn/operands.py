@@ -8,8 +8,6 @@ and, for a spec that requantises, of what is rounded before. Random bits are key
 in the whole tensor.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 

@@ -12,12 +12,12 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from fp4train.optim.oscillation import OscillationReset as OscillationReset
+from fp4train.optim.oscillation import OscillationReset
 from fp4train.optim.schedule import (
-    WSD as WSD,
-    Constant as Constant,
-    Cosine as Cosine,
-    Schedule as Schedule,
+    WSD,
+    Constant,
+    Cosine,
+    Schedule,
 )
 from fp4train.precision.layers import elementwise
 

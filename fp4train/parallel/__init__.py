@@ -2,4 +2,4 @@
 them.
 """
 
-from fp4train.parallel.config import Mesh as Mesh, Parallel as Parallel
+from fp4train.parallel.config import Mesh, Parallel

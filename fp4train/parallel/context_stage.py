@@ -1,7 +1,5 @@
 """torch's stage of a pipeline, which runs each microbatch in its context."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any

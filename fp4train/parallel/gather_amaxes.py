@@ -2,8 +2,6 @@
 All weights join theirs in one all-reduce before a forward pass (`parallel/gather.py`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 
 import torch

@@ -5,8 +5,6 @@ The column-wise form of a weight, blocked along its rows, is quantised from the 
 and sent transposed back: every tensor that is sent has the shards along its first dimension.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from typing import NamedTuple
 

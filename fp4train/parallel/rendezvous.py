@@ -6,8 +6,6 @@ answers all of them with the name of a round. It gives another name if a word ch
 it had read was left by a rank that has ended.
 """
 
-from __future__ import annotations
-
 import socket
 import time
 from datetime import timedelta

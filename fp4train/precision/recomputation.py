@@ -6,8 +6,6 @@ restores that context and what each layer took from it in the first pass (its ca
 delayed scales). A layer that is recomputed without its context raises an error.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar, cast

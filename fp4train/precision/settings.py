@@ -1,7 +1,5 @@
 """The settings of one region of `autocast`, and what compiled graphs take as inputs."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 

@@ -6,8 +6,6 @@
 `nn/executors/terms.py` multiplies them.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -7,8 +7,6 @@ The same element gets the same bits on every device, under activation recomputat
 and for every sharding (the offsets give the position of a shard).
 """
 
-from __future__ import annotations
-
 from struct import Struct, error as StructError
 from typing import Any, NamedTuple, NoReturn, Self
 

@@ -1,7 +1,5 @@
 """Blocks of a spec as the Triton kernel that quantises takes them, a class per kind."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

@@ -10,8 +10,6 @@ The random bits of an element are those of its place in what is quantised last, 
 the results are equal in every bit.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

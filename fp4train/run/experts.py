@@ -5,8 +5,6 @@ Loads are numbers of assignments, summed in float64: they are exact, so a bias m
 rank, and alike for any number of ranks and microbatches.
 """
 
-from __future__ import annotations
-
 from typing import Protocol, runtime_checkable
 
 import torch

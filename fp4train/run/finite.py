@@ -1,7 +1,5 @@
 """Tensors that hold a NaN or an infinity are found, and named."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

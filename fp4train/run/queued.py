@@ -2,8 +2,6 @@
 way to the host.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Iterable

@@ -1,7 +1,5 @@
 """A run that is ready to train: model, data, plan, optimizer, and the step that it has reached."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from contextlib import AbstractContextManager

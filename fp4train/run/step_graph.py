@@ -20,8 +20,6 @@ compile kernels and fill caches. Measured and audited steps, evaluations and che
 of the graph, on the same weights and moments.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple, Protocol, TypeVar

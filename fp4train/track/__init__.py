@@ -3,30 +3,30 @@ it.
 """
 
 from fp4train.track.config import (
-    JsonlTracking as JsonlTracking,
-    NoTracking as NoTracking,
-    TensorBoardTracking as TensorBoardTracking,
-    Tracking as Tracking,
-    WandbTracking as WandbTracking,
-    start_tracker as start_tracker,
+    JsonlTracking,
+    NoTracking,
+    TensorBoardTracking,
+    Tracking,
+    WandbTracking,
+    start_tracker,
 )
 from fp4train.track.metrics import (
-    MetricsLog as MetricsLog,
-    mend as mend,
-    read_metrics as read_metrics,
+    MetricsLog,
+    mend,
+    read_metrics,
 )
 from fp4train.track.statistics import (
-    GRADIENT as GRADIENT,
-    OPERAND as OPERAND,
-    STATISTICS as STATISTICS,
-    Statistics as Statistics,
-    StatisticsLog as StatisticsLog,
-    read_statistics as read_statistics,
+    GRADIENT,
+    OPERAND,
+    STATISTICS,
+    Statistics,
+    StatisticsLog,
+    read_statistics,
 )
 from fp4train.track.tracker import (
-    NullTracker as NullTracker,
-    QueuedTracker as QueuedTracker,
-    Tracker as Tracker,
-    Trackers as Trackers,
+    NullTracker,
+    QueuedTracker,
+    Tracker,
+    Trackers,
 )
-from fp4train.track.wandb import WandbTracker as WandbTracker
+from fp4train.track.wandb import WandbTracker

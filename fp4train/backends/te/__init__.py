@@ -20,15 +20,15 @@ from typing import TYPE_CHECKING
 
 from fp4train.backends.protocol import Multiplied, ProductWatcher
 from fp4train.backends.table import Operands, Shape, Table
-from fp4train.backends.te.availability import why_not_device as why_not_device
-from fp4train.backends.te.executor import TEExecutor as TEExecutor, region as region
-from fp4train.backends.te.experts import TEExperts as TEExperts
+from fp4train.backends.te.availability import why_not_device
+from fp4train.backends.te.executor import TEExecutor, region
+from fp4train.backends.te.experts import TEExperts
 from fp4train.backends.te.observed import Watcher, why_not_shown
-from fp4train.backends.te.quantizers import QuantizerFactory as QuantizerFactory
+from fp4train.backends.te.quantizers import QuantizerFactory
 from fp4train.backends.te.translate import (
     shares_codes,
-    to_te as to_te,
-    why_not as why_not,
+    to_te,
+    why_not,
     why_values,
 )
 from fp4train.hardware import Device

@@ -12,8 +12,6 @@ in the place of TE's that hands everything on, and shows the watcher what was mu
 changes. Layouts of the forms: weights.py, tensor/*_tensor.py of TE.
 """
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager

@@ -2,8 +2,6 @@
 and values; gate and up.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

@@ -13,8 +13,6 @@ multiplies, as TE's own kind of tensor (tensor/storage):
     high precision   values, in passes of a recipe of single quantisers
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 from typing import Any

@@ -2,7 +2,7 @@
 One kind a file.
 """
 
-from fp4train.data.tokenizers.bpe import BytePairs as BytePairs
-from fp4train.data.tokenizers.bytes import Bytes as Bytes
-from fp4train.data.tokenizers.json_file import JsonTokenizer as JsonTokenizer
-from fp4train.data.tokenizers.pretrained import Pretrained as Pretrained
+from fp4train.data.tokenizers.bpe import BytePairs
+from fp4train.data.tokenizers.bytes import Bytes
+from fp4train.data.tokenizers.json_file import JsonTokenizer
+from fp4train.data.tokenizers.pretrained import Pretrained

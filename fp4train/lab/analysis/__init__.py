@@ -9,28 +9,28 @@ compare    several runs side by side
 """
 
 from fp4train.lab.analysis.compare import (
-    OUTPUTS as OUTPUTS,
-    Comparison as Comparison,
-    compare as compare,
+    OUTPUTS,
+    Comparison,
+    compare,
 )
 from fp4train.lab.analysis.figure import (
-    FIGURES as FIGURES,
-    PICTURE as PICTURE,
-    Draw as Draw,
-    Width as Width,
-    check_out as check_out,
-    new_figure as new_figure,
-    save as save,
+    FIGURES,
+    PICTURE,
+    Draw,
+    Width,
+    check_out,
+    new_figure,
+    save,
 )
 from fp4train.lab.analysis.groups import (
-    figures_of_groups as figures_of_groups,
-    seed_groups as seed_groups,
-    summarise as summarise,
+    figures_of_groups,
+    seed_groups,
+    summarise,
 )
-from fp4train.lab.analysis.heatmap import Errors as Errors
+from fp4train.lab.analysis.heatmap import Errors
 from fp4train.lab.analysis.history import (
-    ROUTINE as ROUTINE,
-    History as History,
-    read_history as read_history,
-    training_loss as training_loss,
+    ROUTINE,
+    History,
+    read_history,
+    training_loss,
 )

@@ -4,4 +4,4 @@ What counts a workload by running it (`workload`, and with it `cluster`, `memory
 `mesh_plan`) loads Triton, and is imported from its files.
 """
 
-from fp4train.lab.costs.estimate import CostEstimate as CostEstimate, estimate as estimate
+from fp4train.lab.costs.estimate import CostEstimate, estimate

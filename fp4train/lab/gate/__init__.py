@@ -7,18 +7,18 @@ result      the answer as text and as gate.json
 """
 
 from fp4train.lab.gate.betting import (
-    BOUND as BOUND,
-    STAKES as STAKES,
-    WEIGHTS as WEIGHTS,
-    decide as decide,
-    decisions as decisions,
-    evidence_below as evidence_below,
-    interval as interval,
-    rounds_needed as rounds_needed,
+    BOUND,
+    STAKES,
+    WEIGHTS,
+    decide,
+    decisions,
+    evidence_below,
+    interval,
+    rounds_needed,
 )
-from fp4train.lab.gate.gate import gate as gate
-from fp4train.lab.gate.question import GateRequest as GateRequest
+from fp4train.lab.gate.gate import gate
+from fp4train.lab.gate.question import GateRequest
 from fp4train.lab.gate.result import (
-    EXIT_CODES as EXIT_CODES,
-    Estimated as Estimated,
+    EXIT_CODES,
+    Estimated,
 )

@@ -6,8 +6,6 @@ that was killed, or is asked again, goes on with the same sequence, and one that
 measures nothing.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace

@@ -5,8 +5,6 @@ Every gate reads and writes them, wherever its record lies, and however many bat
 forks: the seeds are the same, so the trainings are.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping
 from typing import Any

@@ -13,8 +13,6 @@ forks have one error probability together (`betting`); they are recorded so that
 answer is in doubt about which was asked first.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar

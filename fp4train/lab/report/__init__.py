@@ -6,4 +6,4 @@ facts      differences in data, configuration and machines; warnings; cost
 page       renders page.html, a template: its words, tables and pictures
 """
 
-from fp4train.lab.report.page import read_report as read_report
+from fp4train.lab.report.page import read_report

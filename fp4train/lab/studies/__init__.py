@@ -12,55 +12,55 @@ figures      pictures of both
 """
 
 from fp4train.lab.studies.base import (
-    Base as Base,
-    Branch as Branch,
-    ForkRequest as ForkRequest,
-    ForkSettings as ForkSettings,
-    RankRequest as RankRequest,
+    Base,
+    Branch,
+    ForkRequest,
+    ForkSettings,
+    RankRequest,
 )
-from fp4train.lab.studies.bases import open_bases as open_bases
+from fp4train.lab.studies.bases import open_bases
 from fp4train.lab.studies.candidates import (
-    Axis as Axis,
-    RecipeCandidate as RecipeCandidate,
-    candidates as candidates,
-    sweep_axes as sweep_axes,
+    Axis,
+    RecipeCandidate,
+    candidates,
+    sweep_axes,
 )
 from fp4train.lab.studies.findings import (
-    Finding as Finding,
-    Judgement as Judgement,
-    Sensitivity as Sensitivity,
-    judgement as judgement,
+    Finding,
+    Judgement,
+    Sensitivity,
+    judgement,
 )
-from fp4train.lab.studies.forks import Fork as Fork, open_checkpoint as open_checkpoint
-from fp4train.lab.studies.gradients import GradientMeter as GradientMeter
-from fp4train.lab.studies.parts import RecipePart as RecipePart, RecipeParts as RecipeParts
-from fp4train.lab.studies.rank import rank as rank
-from fp4train.lab.studies.ranking import Entry as Entry, Ranking as Ranking
+from fp4train.lab.studies.forks import Fork, open_checkpoint
+from fp4train.lab.studies.gradients import GradientMeter
+from fp4train.lab.studies.parts import RecipePart, RecipeParts
+from fp4train.lab.studies.rank import rank
+from fp4train.lab.studies.ranking import Entry, Ranking
 from fp4train.lab.studies.record import (
-    MEASUREMENTS as MEASUREMENTS,
-    Shown as Shown,
-    StudyRecord as StudyRecord,
-    open_record as open_record,
-    study_progress as study_progress,
+    MEASUREMENTS,
+    Shown,
+    StudyRecord,
+    open_record,
+    study_progress,
 )
-from fp4train.lab.studies.recorded_forks import Forks as Forks
+from fp4train.lab.studies.recorded_forks import Forks
 from fp4train.lab.studies.results import (
-    GATE as GATE,
-    RANKING as RANKING,
-    SENSITIVITY as SENSITIVITY,
-    GateResult as GateResult,
-    RankResult as RankResult,
-    SensitivityResult as SensitivityResult,
-    read_studies as read_studies,
+    GATE,
+    RANKING,
+    SENSITIVITY,
+    GateResult,
+    RankResult,
+    SensitivityResult,
+    read_studies,
 )
-from fp4train.lab.studies.sensitivity import Study as Study
+from fp4train.lab.studies.sensitivity import Study
 from fp4train.lab.studies.sequential import (
-    ALPHA as ALPHA,
-    VERDICTS as VERDICTS,
-    Looks as Looks,
-    Pair as Pair,
+    ALPHA,
+    VERDICTS,
+    Looks,
+    Pair,
 )
-from fp4train.lab.studies.subject import Subject as Subject, open_subject as open_subject
+from fp4train.lab.studies.subject import Subject, open_subject
 from fp4train.lab.studies.tradeoff import (
-    trade_off as trade_off,
+    trade_off,
 )

@@ -1,7 +1,5 @@
 """The checkpoints that forks begin from, opened with their candidates and settings."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict

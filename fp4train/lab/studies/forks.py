@@ -17,8 +17,6 @@ the parent ends, however it ends, the connection closes, and its processes end a
 they are at.
 """
 
-from __future__ import annotations
-
 import logging
 import multiprocessing
 import os

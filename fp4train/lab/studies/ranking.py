@@ -2,8 +2,6 @@
 groups, and as a table on one screen.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace

@@ -1,7 +1,5 @@
 """The forks at one checkpoint: those that its record holds, and those that it lacks."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager

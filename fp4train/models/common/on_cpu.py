@@ -26,8 +26,6 @@ that are written for it (4 + 4). A rotation takes twice the least: torch's atten
 gradient head by head, and it is first copied to lie token by token (4).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 from typing import Any

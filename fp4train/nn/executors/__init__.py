@@ -15,8 +15,6 @@ the channels, a backend's own. Each kind of state says how it is saved, checked 
 ranks (`LayerState`), each executor which kinds it needs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Protocol
@@ -25,12 +23,12 @@ from torch import Tensor
 
 from fp4train.backends import LAYER_BACKENDS, DataRanks, LayerState, SavedTensor
 from fp4train.nn.engine import Executor, GradientSum
-from fp4train.nn.executors.cut import CutGemms, gathered as gathered, whole_blocks as whole_blocks
+from fp4train.nn.executors.cut import CutGemms, gathered, whole_blocks
 from fp4train.nn.executors.gemms import Gemms
 from fp4train.nn.executors.groups import BackendExperts, GroupGemms
-from fp4train.nn.executors.joined import Term as Term
-from fp4train.nn.executors.parts import ChannelNorms as ChannelNorms, ChannelParts
-from fp4train.nn.executors.terms import Outer as Outer, TermGemms, without_mean as without_mean
+from fp4train.nn.executors.joined import Term
+from fp4train.nn.executors.parts import ChannelNorms, ChannelParts
+from fp4train.nn.executors.terms import Outer, TermGemms, without_mean
 from fp4train.nn.executors.whole_layer import BackendLayer, TorchLayer
 from fp4train.nn.layer_shard import LayerShard
 from fp4train.precision.layer_plan import LayerPlan

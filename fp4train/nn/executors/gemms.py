@@ -17,8 +17,6 @@ precision. Then the codes of fprop are what is saved of x, and made again of w:
     dgrad   dx [M, K] = dy [M, N] · v(q(w))         wgrad   dw [N, K] = dyᵀ [N, M] · v(q(x))
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -14,8 +14,6 @@ CPU writes the operands' dtype only, and it needs float32, to apply the global s
 rounds.
 """
 
-from __future__ import annotations
-
 import copy
 from typing import Any, cast
 

@@ -7,8 +7,6 @@ of the time of products in float32 and their sum. Columns in float32, and those 
 are three columns in BF16 each, whose sum is the float32 number: its 24 bits in parts of eight.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import TypeAlias

@@ -20,8 +20,6 @@ All terms are added in float32; the bias and one rounding come last. On CPUs the
 BF16 operands where they can be (`joined`): of a mean and of what scales multiply the parts in BF16.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 

@@ -7,8 +7,6 @@ rounds dw to the dtype of the product where dw is one term of a sum. `TorchLayer
 again then, and leaves dw in float32.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cached_property, partial
 from typing import Any, cast

@@ -5,8 +5,6 @@ A recipe names its formats. The record of a start, and of a swap, says beside th
 of each element format meant then, and those of the scale formats and roundings of plugins.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from pathlib import Path

@@ -6,8 +6,6 @@ shards, stages or both, reads what any other number wrote: a tensor that has the
 parameter of its name is placed as the parameter is, all others are read whole.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
