@@ -70,7 +70,7 @@ def test_an_empty_name_of_weights_is_not_a_run_without_them(call: Call, words: l
     kind = "weights" if "init" in words[-1] else "model"
     key = "init" if "init" in words[-1] else "teacher"
     assert outcome.code
-    assert f"{key}= names no {kind}: {key}=RUN, or {key}=FOLDER of Hugging Face" in outcome.message
+    assert f"{key}= names no {kind}: {key}=RUN, or {key}=FOLDER of Hugging Face" in outcome.err
 
 
 def test_a_folder_that_is_not_there_is_looked_for_beside_it(

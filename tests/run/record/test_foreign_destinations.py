@@ -2,13 +2,14 @@
 under which id; what it downloads is named.
 """
 
+import functools
 from pathlib import Path
 from typing import Any
 
 import pytest
 from command_line import STEADY, Cli, everything, reseal_config
 
-from fp4train.track import WandbTracking
+from fp4train.track import NullTracker, WandbTracking
 
 WANDB = {"_target_": "fp4train.track.WandbTracking", "project": "theirs", "entity": "them"}
 RESUME = ("resume=runs/a", "train.steps=3")
@@ -18,7 +19,13 @@ RESUME = ("resume=runs/a", "train.steps=3")
 def sent(monkeypatch: pytest.MonkeyPatch) -> list[WandbTracking]:
     """The trackers that would have started wandb."""
     trackers: list[WandbTracking] = []
-    monkeypatch.setattr(WandbTracking, "_service", lambda self, *_: trackers.append(self))
+
+    @functools.wraps(WandbTracking.build)
+    def build(self: WandbTracking, *_: object, **__: object) -> NullTracker:
+        trackers.append(self)
+        return NullTracker()
+
+    monkeypatch.setattr(WandbTracking, "build", build)
     return trackers
 
 
