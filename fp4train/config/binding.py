@@ -261,12 +261,6 @@ def hint_of(key: str, node: Any, hint: Any) -> Any:
     return hint
 
 
-def sections_of(node: Mapping[Any, Any], hint: Any) -> Iterator[tuple[str, Any, Any]]:
-    """(Key, value, type that is needed) of what a section holds."""
-    _, hints = _described(node, hint)
-    return ((str(key), value, hints(str(key))) for key, value in node.items())
-
-
 def takes_path(hint: Any) -> bool:
     """Whether a text of this type names a file or folder."""
     return Path in types_of(hint) or mark_of(hint, NamesPath) is not None
@@ -444,9 +438,7 @@ def _bind_scalar(node: Any, options: tuple[Any, ...], path: str) -> Any:
         and abs(node) >= 2**63
         and (isinstance(node, int) or float not in options)
     ):
-        if abs(node) < 1e300:
-            raise UserError(f"{path}={node:.3g} must lie within ±(2**63 - 1)")
-        raise UserError(f"{path} is too large")
+        raise UserError(f"{path} is too large: it must lie within ±(2**63 - 1)")
     if Any in options or type(node) in options:
         return node
     if any(get_origin(option) is Literal and node in get_args(option) for option in options):

@@ -174,6 +174,9 @@ def read_line(
         else:
             values[key] = _value(word, text, hints[key], key)
     line = CommandLine(usage=usage, flags=flags, words=other_words)
+    for key in (word.partition("=")[0] for word in line.overrides):
+        if reason := why_absent(f"{line.verb} {key}"):
+            raise UserError(f"unknown key {key!r}: {reason}")
     if keys is None:
         _check_run_keys(line, names)
         on_run: dict[str, Any] = {}
@@ -199,8 +202,6 @@ def _check_run_keys(line: CommandLine, names: Sequence[str]) -> None:
     alike = _ALIKE if line.runs else _ALIKE_WITHOUT_RUN
     for word in line.overrides:
         key, equals, _ = word.partition("=")
-        if reason := why_absent(f"{line.verb} {key}"):
-            raise UserError(f"unknown key {key!r}: {reason}")
         if equals and "." not in key and key.lstrip("+~") not in run_keys:
             candidates = [*names, *overrides.settable_keys()]
             hint = near_miss(key, candidates, alike)
@@ -237,8 +238,6 @@ def _words_on_run(
             value = override.value()
             named_paths[key] = value if isinstance(value, str | None) else typed(override)
         elif key not in keys:
-            if reason := why_absent(f"{line.verb} {key}"):
-                raise UserError(f"unknown key {key!r}: {reason}")
             accepted = [*names, *keys]
             listing = f" (known: {', '.join(accepted)})" if accepted else ""
             raise UserError(f"unknown key {key!r}{near_miss(key, accepted)}{listing}: {line.usage}")
@@ -265,8 +264,6 @@ def _value(word: str, text: str, hint: Any, key: str) -> Any:
             check_local(text, key)
         return text if str in types else Path(text)
     bounds = mark_of(hint, Within)
-    if bounds is not None and text.startswith("+"):
-        raise UserError(f"{word} must be {bounds.must}, without a sign: {key}={text[1:]}")
     (override,) = overrides.parse([word])
     node = override.value()
     if override.is_sweep_override():

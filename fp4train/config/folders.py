@@ -19,7 +19,6 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import MarkedYAMLError, YAMLError
 
 from fp4train.errors import UserError, check_local
-from fp4train.sealed import CONFIG_LIMIT
 from fp4train.text import first_line
 
 _PACKAGE = Path(__file__).parent.parent
@@ -105,7 +104,6 @@ def register_file(group: str, path: Path) -> str:
     """
     check_local(path, group)
     try:
-        check_size(path)
         body = OmegaConf.load(path)
     except FileNotFoundError:
         raise UserError(f"{group}={path}: there is no such file") from None
@@ -154,16 +152,6 @@ def yaml_problem(error: YAMLError) -> str:
     return f"line {error.problem_mark.line + 1}: {error.problem}"
 
 
-def check_size(path: Path) -> None:
-    """Raises UserError where a file of options is larger than a configuration is
-    (`fp4train.sealed`).
-    """
-    if (size := path.stat().st_size) > CONFIG_LIMIT:
-        raise UserError(
-            f"{path}: {size:,} bytes; more than {CONFIG_LIMIT:,} are not read as options"
-        )
-
-
 def check_folder(folder: Path) -> None:
     """Check a folder of the user's own configs.
 
@@ -186,7 +174,6 @@ def check_folder(folder: Path) -> None:
         )
     for group, names in theirs.items():
         for name in names:
-            check_size(folder / group / f"{name}.yaml")
             if name in ours.get(group, ()):
                 raise UserError(
                     f"{folder / group / name}.yaml: fp4train has a {group}={name} already; "

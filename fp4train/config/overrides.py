@@ -190,13 +190,13 @@ def with_files(arguments: list[str]) -> list[str]:
     return words
 
 
-def plugins(arguments: Sequence[str]) -> Sequence[str]:
+def plugins(arguments: Sequence[str]) -> list[str]:
     """The packages that `plugins=[…]` names.
 
     Raises:
         UserError: it is no list of names, or a sweep.
     """
-    packages: tuple[str, ...] = ()
+    packages: list[str] = []
     for override in parse(arguments):
         if override.key_or_group == "plugins":
             if override.is_sweep_override():
@@ -204,9 +204,9 @@ def plugins(arguments: Sequence[str]) -> Sequence[str]:
                     f"{override.input_line}: a list has brackets, plugins=[…]; it cannot be "
                     "swept over"
                 )
-            packages = ()
+            packages = []
             if not override.is_delete() and (value := override.value()) is not None:
-                packages = bind(value, tuple[str, ...], "plugins")
+                packages = bind(value, list[str], "plugins")
     return packages
 
 

@@ -201,8 +201,6 @@ def _import_plugin(name: str, folders: Sequence[Path]) -> None:
             f"plugins=[{example}], with "
             f"--config-dir {path.parent if path.parent.name else 'FOLDER'} if that is where it is"
         )
-    if name.partition(".")[0] == "fp4train":
-        raise UserError(f"plugins=[{name}]: fp4train's own classes need not be named; take it out")
     with _import_path(folders):
         try:
             module = importlib.import_module(name)

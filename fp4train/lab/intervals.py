@@ -108,8 +108,6 @@ def paired(base: Sequence[float], compared: Sequence[float]) -> Estimate:
     Raises:
         ValueError: they have different lengths, or none.
     """
-    if len(base) != len(compared):
-        raise ValueError(f"{len(base)} and {len(compared)} values are no pairs")
     return estimate([b - a for a, b in zip(base, compared, strict=True)])
 
 

@@ -57,10 +57,6 @@ class PublishedRecipe:
     words: Sequence[str] = ()
     figures: Sequence[PublishedFigure] = ()
 
-    def __post_init__(self) -> None:
-        if (self.arxiv is None) == (self.url is None):
-            raise ValueError(f"{self.recipe}: give arxiv=, or url= of a source that has no number")
-
     @property
     def link(self) -> str:
         return self.url or f"{ARXIV}{self.arxiv}"

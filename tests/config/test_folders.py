@@ -97,7 +97,6 @@ def test_the_plugins_of_a_command(arguments: list[str], names: list[str]) -> Non
     ("argument", "message"),
     [
         ("plugins=a,b", "a list has brackets"),
-        ("plugins=[3]", "plugins=[3]: a plugin is named as in an import statement"),
         ("plugins={a:1}", "must be a list"),
     ],
 )

@@ -149,7 +149,6 @@ def test_what_is_no_configuration_class_is_refused(mine: Path, target: str, mess
         ("lab1.models", None, "there is no module lab1.models"),
         ("mine/lab1.py", None, "not by a path: plugins=[lab1], with --config-dir mine"),
         ("./mine/my lab", None, "not by a path: plugins=[mylab]"),
-        ("fp4train.models", None, "fp4train's own classes need not be named"),
         ("sub", None, "plugins=[sub] holds no code: a package has a file __init__.py"),
         (
             "lab3",

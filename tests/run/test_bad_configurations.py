@@ -59,7 +59,7 @@ WRONG = {
     "an unknown backend": (["backend=cuda"], "backend='cuda' is not one of auto, te, native"),
     "steps that no integer holds": (
         ["train.steps=99999999999999999999"],
-        "train.steps=1e+20 must lie within",
+        "train.steps is too large: it must lie within",
     ),
     "an unknown GPU": (
         ["gpu=H1000"],
@@ -77,10 +77,6 @@ WRONG = {
     "a setting of Hydra": (
         ["hydra.sweeper.max_batch_size=3"],
         "hydra.sweeper.max_batch_size=3: settings of Hydra change nothing of a run, whose directory",
-    ),
-    "a value of a key that is taken out": (
-        ["~train.ema=0.9"],
-        "~train.ema=0.9: a key is taken out by ~train.ema alone",
     ),
     "a key that ends with a dot": (
         ["hydra.=3"],
@@ -302,24 +298,11 @@ def test_a_run_that_keeps_no_metrics_ends_without_a_false_complaint(cli: Cli) ->
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (
-            ["train.batch_size=1e18"],
-            "000 × train.seq_len=32 is 3.2e+19 tokens per step",
-        ),
-        (
-            ["train.batch_size=1e18", "train.microbatch=1"],
-            "is 3.2e+19 tokens per step, and at most 1.1e+12",
-        ),
-        (["train.seq_len=1e18"], "is 4e+18 tokens per step"),
         (["train.steps=1e9"], "train.steps=1000000000 must be at most 536870911"),
-        (
-            ["train.steps=5e8", "train.batch_size=2e10"],
-            "× train.batch_size=20000000000 must be below 2**63",
-        ),
         (["train.steps=" + "9" * 5000], "for integer string conversion"),
         (["optim.lr=" + "9" * 400], "optim.lr is too large"),
-        (["checkpoint.keep=1e30"], "checkpoint.keep=1e+30 must lie within ±(2**63 - 1)"),
-        (["plan", "gpu=B200", "gpus=" + "9" * 30], "gpus=1e+30 must lie within"),
+        (["checkpoint.keep=1e30"], "checkpoint.keep is too large: it must lie within ±(2**63 - 1)"),
+        (["plan", "gpu=B200", "gpus=" + "9" * 30], "gpus is too large"),
     ],
 )
 def test_numbers_that_nothing_can_hold_are_refused(

@@ -379,7 +379,6 @@ def test_a_run_goes_on_without_a_phase_that_is_left_out(cli: Cli, word: str) -> 
         ),
         (["phases.late=null"], "unknown key 'phases.late' (known: cooldown)"),
         (["~policy.lst"], "unknown key 'policy.lst'; did you mean 'policy.last'?"),
-        (["~policy.last=1"], "~policy.last=1: a key is taken out by ~policy.last alone"),
         (["~eval.every"], "eval.every is missing in runs/a/config.yaml as this command"),
     ],
 )

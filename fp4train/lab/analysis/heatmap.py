@@ -74,14 +74,10 @@ class Errors:
 
 
 def _numbered(names: NDArray[Any]) -> tuple[list[str], NDArray[np.intp]]:
-    """The distinct names in the order in which they appear first, and for each name its place among
-    them.
-    """
-    distinct, first_place, place = np.unique(names, return_index=True, return_inverse=True)
-    order = np.argsort(first_place)
-    rank = np.empty_like(order)
-    rank[order] = np.arange(len(order))
-    return distinct[order].tolist(), rank[place]
+    """The different names, in the order of their first appearance, and the number of each."""
+    listed = names.tolist()
+    numbers = {name: number for number, name in enumerate(dict.fromkeys(listed))}
+    return [*numbers], np.array([numbers[name] for name in listed], np.intp)
 
 
 def draw_statistics(run: Path) -> Path:

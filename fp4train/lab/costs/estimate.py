@@ -72,8 +72,6 @@ def estimate(plan: Plan, gpu: Gpu, *, microbatches: int = 1) -> CostEstimate:
     Raises:
         ValueError: `microbatches` is not positive.
     """
-    if microbatches < 1:
-        raise ValueError(f"microbatches={microbatches} must be at least 1")
     stretches = []
     points: dict[str, int | None] = {}
     for stretch in plan.stretches:

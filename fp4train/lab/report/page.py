@@ -25,7 +25,6 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from fp4train import __version__, text
-from fp4train.errors import UserError
 from fp4train.lab.analysis import Comparison, figure, heatmap
 from fp4train.lab.report import facts
 from fp4train.lab.report.sources import RunSource, read_sources
@@ -130,8 +129,6 @@ def read_report(runs: Sequence[Path], out: Path) -> Report:
         UserError: no run is given or can be read, or there is no such folder.
     """
     figure.check_out(out, (".html",))
-    if not runs:
-        raise UserError("report needs run directories: fp4train report RUN RUN… [out=report.html]")
     sources, left_out = read_sources(runs)
     return Report(sources=sources, left_out=left_out)
 

@@ -123,8 +123,6 @@ class StudyRecord:
         Raises:
             ValueError: there is one of that key, or a value is not finite.
         """
-        if key in self.known:
-            raise ValueError(f"key={key!r} is recorded already")
         values = json.loads(json.dumps(values, allow_nan=False))
         self._log.log(self.step, {"key": key, "values": values})
         self.known[key] = values

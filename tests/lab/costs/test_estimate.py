@@ -431,8 +431,3 @@ def test_other_dtypes_and_mixtures_are_priced() -> None:
 def test_a_layer_that_was_not_converted_is_not_quantised() -> None:
     cost = price(NVFP4(), "B200", unconverted="a subclass of nn.Linear")
     assert cost.run.total == cost.run.bf16 and not cost.break_even
-
-
-def test_microbatches_must_be_positive() -> None:
-    with pytest.raises(ValueError, match="microbatches=0 must be at least 1"):
-        price(NVFP4(), "B200", microbatches=0)

@@ -130,10 +130,8 @@ def test_what_is_written_for_readers_alone_costs_a_warning_that_names_it(cli: Cl
     assert "Errno" not in resumed.err and "No such file" not in resumed.err
 
 
-def test_a_step_with_a_sign_and_a_source_of_data_are_refused_with_what_is_meant(cli: Cli) -> None:
+def test_a_source_of_data_is_refused_with_what_is_meant(cli: Cli) -> None:
     cli.trained("run.name=a", "train.steps=2")
-    message = cli.raw("swap", "runs/a", "recipe=bf16", "at=+100").message
-    assert message.startswith("at=+100 must be a whole number from 0, without a sign: at=100")
     message = cli.raw("eval", "runs/a", "data=text").message
     assert message.startswith("data=text: eval takes the source of data of the run; its paths are")
 
