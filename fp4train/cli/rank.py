@@ -38,7 +38,7 @@ from fp4train.cli.forks import making_forks, write_results
 from fp4train.cli.output import fitted, terminal_width
 from fp4train.config.command_line import read_line
 from fp4train.lab.analysis import PICTURE, save
-from fp4train.lab.studies import RANKING, RankRequest, RankResult, figures, rank
+from fp4train.lab.studies import RANKING, RankRequest as RankOptions, RankResult, figures, rank
 from fp4train.lab.studies.candidates import SECTIONS
 from fp4train.lab.studies.ranking import render
 
@@ -47,7 +47,7 @@ FIGURE = "rank.png"
 
 def main(arguments: list[str]) -> int:
     """Rank, print the table, and write rank.json and rank.png; returns the exit code."""
-    line = read_line(arguments, RankRequest, __doc__, keys=(*SECTIONS, "plugins"), paths=True)
+    line = read_line(arguments, RankOptions, __doc__, keys=(*SECTIONS, "plugins"), paths=True)
     with making_forks(line):
         ranking = rank(line)
     print(fitted(render(ranking, terminal_width())) + "\n")

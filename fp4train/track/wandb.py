@@ -25,11 +25,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-import numpy as np
-
 from fp4train import files
 from fp4train.track.statistics import Statistics
-from fp4train.track.tracker import SPREAD, spreads
+from fp4train.track.tracker import spreads
 from fp4train.worker import within
 
 _log = logging.getLogger(__name__)
@@ -192,26 +190,13 @@ class WandbTracker:
         self._run.log({name: wandb.Table(columns=[*columns], data=rows, allow_mixed_types=True)})
 
     def log_statistics(self, statistics: Statistics) -> None:
-        """Histograms over layers and operands, and the ten worst operands; the metrics have the
-        summary.
-        """
+        """Histograms over layers and operands; the metrics have the summary."""
         import wandb
 
-        rows = statistics.operands
-        shown = (*SPREAD, "amax")
         drawn = {
             f"histogram/{name}": wandb.Histogram(values) for name, values in spreads(statistics)
         }
-        data = [
-            [
-                statistics.layers[row["layer"]],
-                statistics.names[row["operand"]],
-                *(float(row[name]) for name in shown),
-            ]
-            for row in rows[np.argsort(rows["sqnr_db"])][:10]
-        ]
-        worst = wandb.Table(columns=["layer", "operand", *shown], data=data)
-        self._run.log({"step": statistics.step, **drawn, "worst operands": worst})
+        self._run.log({"step": statistics.step, **drawn})
 
     def finish(self, exit_code: int = 0) -> None:
         if self._finished:
