@@ -75,10 +75,12 @@ def notes(mesh_plan: MeshPlan, plan: Plan) -> list[str]:
     if mesh.tensor > 1 and liger:
         kernels += " The loss is torch's where ranks share the vocabulary."
     sentences = [divided_blocks(plan), kernels]
-    if mesh.shard > 1:
+    if mesh.weight_ranks > 1:
         layers = [layer for stretch in plan.stretches for layer in stretch.layers.values()]
         whole_weights = config.train.whole_weights
-        sent = gathers(layers, mesh.shard, config.parallel.gather, fully_gathered=whole_weights)
+        sent = gathers(
+            layers, mesh.weight_ranks, config.parallel.gather, fully_gathered=whole_weights
+        )
         sentences.insert(0, sent)
     return list(filter(None, sentences))
 

@@ -17,10 +17,6 @@ _ABSENT = {
     "parallel.amax": "it went: the largest magnitude of a tensor is that of all ranks that share "
     "it, as with parallel.amax=tp; for codes that do not depend on how a batch is cut, take "
     "microbatches of one size (train.microbatch) on any number of ranks",
-    "parallel.cp": "context parallelism cuts the attention of a sequence over ranks, which torch "
-    "does on GPUs alone, so that no test here could show that the loss does not depend on it; for "
-    "long sequences take parallel.tp with parallel.sp, which cuts tokens between the matrices, and "
-    "model.recompute=true",
     "parallel.ep": "expert parallelism sends tokens to ranks that hold some of the experts, and "
     "here each data rank multiplies its own tokens with all experts; parallel.tp gives each rank "
     "some experts with all of their tokens, and parallel.dp_shard cuts the experts' weights over "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -67,6 +68,19 @@ class Ranks:
             gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
             gather(all_rows, x_MD.contiguous(), group=self.group)
         return all_rows
+
+    def exchange(self, parts: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        """The parts [n, …] that the ranks send this one, in their order.
+
+        Args:
+            parts: to the ranks in their order.
+            sent, received: number of parts to and from each rank.
+        """
+        result = parts.new_empty(sum(received), *parts.shape[1:])
+        if not parts.is_meta:
+            splits = (list(received), list(sent))
+            dist.all_to_all_single(result, parts.contiguous(), *splits, group=self.group)
+        return result
 
     def objects(self, value: T) -> list[T]:
         """The `value` (plain data, tensors of the host) of each rank."""

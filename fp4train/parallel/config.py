@@ -12,7 +12,7 @@ REST = -1
 MOST_RANKS = 1 << 20
 """A number of ranks beyond this is a slip of the hand."""
 
-REDUCES = ("float32", "bf16")
+REDUCES = ("float32", "ordered", "bf16")
 
 SCHEDULES = ("1f1b", "gpipe", "interleaved")
 _SPLIT = ("zb", "zbv", "zero_bubble", "interleaved_zb", "dualpipe", "dualpipev", "v")
@@ -29,10 +29,10 @@ class Mesh:
 
     Args:
         replicate: data replicas, between which gradients are all-reduced (HSDP).
-        shard: ranks that share the weights, gradients and moments of one replica (FSDP).
+        shard: ranks with sequences of their own that share the weights of one replica (FSDP).
         tensor: ranks that share each layer; `sequence`: norms and the residual stream are split
             over them, too.
-        context: ranks that share each sequence.
+        context: ranks that share each sequence, and the weights of one replica.
         pipeline: stages; `virtual`: parts of the model per stage (interleaved schedules).
         forward_first: stages run all forward passes of a step before the backward ones (GPipe), not
             as few as they can.
@@ -40,8 +40,9 @@ class Mesh:
         gather: how weights are gathered: "recipe" as codes and scales, "bf16", or "fp32".
         reduce_bytes: bytes of a gradient element between shards; replicas send float32.
         joined: layers with a common input gather it once in backward and add their dx before it is
-            scattered, in two bytes per element (Megatron-LM). fp4train's layers each do their own,
-            and add in float32.
+            scattered, in two bytes per element; ranks that share sequences each hold the weights,
+            and pass keys and values round beside the products (Megatron-LM). fp4train's layers each
+            do their own, and add in float32.
     """
 
     replicate: int = 1
@@ -81,8 +82,18 @@ class Mesh:
 
     @property
     def data(self) -> int:
-        """Ranks that have tokens of their own: the parts that a batch is cut into."""
+        """The parts that the sequences of a batch are shared out in."""
         return self.replicate * self.shard
+
+    @property
+    def token_ranks(self) -> int:
+        """Ranks that have tokens of their own: other sequences, or other chunks of them."""
+        return self.data * self.context
+
+    @property
+    def weight_ranks(self) -> int:
+        """Ranks that share the weights, gradients and moments of one replica (FSDP)."""
+        return self.shard if self.joined else self.shard * self.context
 
     @property
     def bubble(self) -> float:
@@ -114,6 +125,10 @@ class Mesh:
         return " × ".join(axes) or "1 rank"
 
 
+ONE = Mesh()
+"""A rank alone."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Parallel:
     """The sizes of the mesh, and what ranks send each other. A resume may change all of it.
@@ -136,6 +151,9 @@ class Parallel:
             within one machine.
         sp: with tp, whether tokens between the matrices are shared as well (sequence parallelism,
             arXiv:2205.05198).
+        cp: ranks that each have a chunk of every sequence (context parallelism, arXiv:2407.21783,
+            section 3.3.2): attention gathers the keys and values of the chunks before. They share
+            the weights as ranks of dp_shard do.
         gather: form in which ranks of dp_shard send each other the weights of the blocks' layers.
             "recipe": codes and scales where the layer's recipe quantises the weight, else values in
             the recipe's dtype, in every bit as on one rank; BF16, which changes digits, where a
@@ -143,7 +161,8 @@ class Parallel:
             why. "bf16": values in BF16, rounded before they are quantised. "fp32": the masters.
         reduce: dtype in which ranks of dp_shard send each other gradients, which are summed in
             float32 in any case. "bf16": each rank's is rounded to BF16, for half the bytes and
-            other digits; replicas send float32.
+            other digits; replicas send float32. "ordered": float32, summed in a fixed order, that
+            of one rank that passes the same microbatches and chunks.
         timeout: seconds that a rank waits for the others in a collective; then the run ends.
     """
 
@@ -154,18 +173,19 @@ class Parallel:
     pp_chunks: int = 2
     tp: int = 1
     sp: bool = True
+    cp: int = 1
     gather: str = "recipe"
     reduce: str = "float32"
     timeout: float = 1800.0
 
     def __post_init__(self) -> None:
-        check_least(self, "parallel.", "dp_replicate", "pp", "tp")
+        check_least(self, "parallel.", "dp_replicate", "pp", "tp", "cp")
         if self.dp_shard < 1 and self.dp_shard != REST:
             raise ValueError(
                 f"parallel.dp_shard={self.dp_shard} must be at least 1, or -1 for all ranks "
                 "that are left"
             )
-        for name in ("dp_replicate", "dp_shard", "pp", "pp_chunks", "tp"):
+        for name in ("dp_replicate", "dp_shard", "pp", "pp_chunks", "tp", "cp"):
             if getattr(self, name) > MOST_RANKS:
                 raise ValueError(f"parallel.{name}={getattr(self, name)} is more than {MOST_RANKS}")
         if self.pp_schedule in _SPLIT:
@@ -202,7 +222,7 @@ class Parallel:
     @property
     def others(self) -> int:
         """Ranks per data shard."""
-        return self.dp_replicate * self.pp * self.tp
+        return self.dp_replicate * self.pp * self.tp * self.cp
 
     def mesh(self, ranks: int) -> Mesh:
         """The mesh of so many ranks.
@@ -215,15 +235,18 @@ class Parallel:
         if shards == REST:
             shards, remainder = divmod(ranks, other_ranks)
             if remainder or not shards:
-                axes = [("dp_replicate", self.dp_replicate), ("pp", self.pp), ("tp", self.tp)]
-                product = " × ".join(f"parallel.{name}={size}" for name, size in axes if size > 1)
+                names = ("dp_replicate", "pp", "tp", "cp")
+                sizes = [(name, getattr(self, name)) for name in names]
+                product = " × ".join(f"parallel.{name}={size}" for name, size in sizes if size > 1)
                 raise ValueError(
                     f"{product} does not divide the {_count(ranks)} of this run"
                     + (_START if ranks == 1 else "")
                 )
         if other_ranks * shards != ranks:
             stages = "".join(
-                f"parallel.{k}={n} × " for k, n in (("pp", self.pp), ("tp", self.tp)) if n > 1
+                f"parallel.{name}={getattr(self, name)} × "
+                for name in ("pp", "tp", "cp")
+                if getattr(self, name) > 1
             )
             raise ValueError(
                 f"{stages}parallel.dp_replicate={self.dp_replicate} × "
@@ -236,11 +259,12 @@ class Parallel:
             shard=shards,
             tensor=self.tp,
             sequence=self.sp,
+            context=self.cp,
             pipeline=self.pp,
             virtual=self.chunks,
             forward_first=self.pp > 1 and self.pp_schedule == "gpipe",
             gather=self.gather,
-            reduce_bytes=4 if self.reduce == "float32" else 2,
+            reduce_bytes=2 if self.reduce == "bf16" else 4,
         )
 
 

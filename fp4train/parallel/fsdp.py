@@ -10,10 +10,12 @@ Weights of the blocks' layers are gathered as `precision.gather` says: as codes,
 where their recipe and backend allow, all others as values. What lies outside of the blocks is
 gathered in float32.
 
-Gradients may be reduced in BF16: what is sent is rounded once, and summed in float32. A
-reduce-scatter in BF16 would round each partial sum. Instead each rank sends each other one that
-rank's part of its own gradient, as many bytes as a reduce-scatter, and adds what it got in float32
-in the order of ranks. Microbatches are summed in float32 before.
+Gradients may be reduced in BF16, rounded once and summed in float32, or in a fixed order. A
+reduce-scatter would round each partial sum, in an order of its own. Instead each rank sends each
+other one that rank's part of its own gradient, as many bytes as a reduce-scatter, and adds what it
+got in float32, in the order in which one rank would pass the same tokens: the chunks of a sequence
+from the last one, where the backward pass begins, and then the parts of the batch. Microbatches are
+summed in float32 before.
 """
 
 from __future__ import annotations
@@ -58,16 +60,16 @@ def distribute(
 
     Args:
         gather: form in which ranks send each other weights, one of `precision.gather.GATHERS`.
-        reduce: dtype in which shards send each other gradients: "float32" or "bf16".
+        reduce: how shards send each other gradients, one of `config.REDUCES`.
     """
     for layer in _layers(model):
         layer.joined = True
-    if world.data_mesh is None or world.mesh.data == 1:
+    if world.data_mesh is None or world.mesh.token_ranks == 1:
         return
     from torch.distributed.fsdp import fully_shard
 
     # A mesh without shards is one of replicas: nothing is freed between forward and backward.
-    several = world.mesh.shard > 1
+    several = world.mesh.weight_ranks > 1
     blocks = find_blocks(model)
     for block in blocks:
         fully_shard(block, mesh=world.data_mesh, reshard_after_forward=several)
@@ -77,8 +79,9 @@ def distribute(
     for unit in _units(model):
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)
-        if several and reduce == "bf16":
-            unit.set_custom_reduce_scatter(RoundedReduceScatter())  # type: ignore[arg-type]
+        if several and reduce != "float32":
+            scatter = OrderedReduceScatter(world.mesh.context, rounds=reduce == "bf16")
+            unit.set_custom_reduce_scatter(scatter)  # type: ignore[arg-type]
     if several and gather != "fp32":
         # A model without blocks is the root, which stays whole between forward and backward.
         inner = [block for block in blocks if block is not model]
@@ -113,8 +116,17 @@ def _units(model: nn.Module) -> Iterator[FSDPModule]:
     return (module for module in model.modules() if isinstance(module, FSDPModule))
 
 
-class RoundedReduceScatter:
-    """FSDP's `ReduceScatter` over ranks that send BF16."""
+class OrderedReduceScatter:
+    """FSDP's `ReduceScatter` with sums in a fixed order.
+
+    Args:
+        chunks: ranks that share each sequence.
+        rounds: whether ranks send BF16.
+    """
+
+    def __init__(self, chunks: int, *, rounds: bool) -> None:
+        self._chunks = chunks
+        self._rounds = rounds
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A buffer for gradients."""
@@ -130,9 +142,12 @@ class RoundedReduceScatter:
     ) -> None:
         """Sum the parts of `input_tensor` that are this rank's into `output_tensor`."""
         assert op == dist.ReduceOp.SUM
-        rounded = input_tensor.to(torch.bfloat16)
-        received = torch.empty_like(rounded)
-        dist.all_to_all_single(received, rounded, group=group)
-        torch.sum(
-            received.view(group.size(), -1), dim=0, dtype=output_tensor.dtype, out=output_tensor
-        )
+        sent = input_tensor.to(torch.bfloat16) if self._rounds else input_tensor
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=group)
+        output_tensor.zero_()
+        for chunks in received.view(-1, self._chunks, output_tensor.numel()):
+            *earlier, total = chunks.to(output_tensor.dtype)
+            for chunk in reversed(earlier):
+                total = total + chunk
+            output_tensor += total

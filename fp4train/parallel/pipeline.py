@@ -239,12 +239,15 @@ class TiedWeight:
     """
 
     def __init__(self, world: World, timeout: float) -> None:
-        rank_place = (world.data_rank, 0 if world.tensor is None else world.tensor.get_local_rank())
+        rank_place = (
+            world.token_rank,
+            0 if world.tensor is None else world.tensor.get_local_rank(),
+        )
         at = {place: rank for rank, place in enumerate(world.gathered((world.stage, *rank_place)))}
         self.group: dist.ProcessGroup | None = None
         # A group of its own: between two ranks of one group messages are matched by their order
         # alone.
-        for place in product(range(world.mesh.data), range(world.mesh.tensor)):
+        for place in product(range(world.mesh.token_ranks), range(world.mesh.tensor)):
             pair = [at[0, *place], at[world.mesh.pipeline - 1, *place]]
             group = dist.new_group(pair, timeout=timedelta(seconds=timeout))
             if place == rank_place and world.stage in (0, world.mesh.pipeline - 1):

@@ -27,6 +27,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from fp4train.checkpoint import ALONE, WRITE_SECONDS, CheckpointGroup
 from fp4train.errors import LostError, UserError, user_errors
+from fp4train.nn.ranks import Ranks
 from fp4train.parallel.config import Mesh, Parallel
 from fp4train.parallel.launch import Meeting, ProcessRank
 from fp4train.text import first_line
@@ -65,10 +66,11 @@ class World:
         device: device of its tensors.
         mesh: how many ranks have which use.
         data_mesh: mesh of the ranks that hold the same part of the model; its dimensions are
-            `REPLICATE` and `SHARD`. None in a world of one.
-        data: group of the ranks of `data_mesh`, which have other parts of a batch; None: all ranks.
+            `REPLICATE` and `SHARD`, the chunks of a sequence innermost. None in a world of one.
+        data: group of the ranks of `data_mesh`, which have other tokens; None: all ranks.
         tensor: the ranks that share every block's matrices; None: there are none.
         peers: group of the ranks that hold the same stages, or parts of them; None: all ranks.
+        context: the ranks that share every sequence; None: there are none.
         pipeline: group of the ranks that hold the stages of one model, in their order; None without
             a pipeline.
         control: the group of all ranks for decisions.
@@ -85,6 +87,7 @@ class World:
     data: dist.ProcessGroup | None = None
     tensor: DeviceMesh | None = None
     peers: dist.ProcessGroup | None = None
+    context: Ranks | None = None
     pipeline: dist.ProcessGroup | None = None
     control: dist.ProcessGroup | None = None
     meeting: Meeting | None = None
@@ -114,7 +117,7 @@ class World:
                 timeout=timeout,
                 device_id=device if cuda else None,
             )
-            sizes = (mesh.pipeline, mesh.replicate, mesh.shard, mesh.tensor)
+            sizes = (mesh.pipeline, mesh.replicate, mesh.weight_ranks, mesh.tensor)
             grid = init_device_mesh(
                 device.type, sizes, mesh_dim_names=(STAGES, REPLICATE, SHARD, TENSOR)
             )
@@ -128,7 +131,7 @@ class World:
             else:
                 control = dist.group.WORLD
             # Of the ranks that hold the same stages the first one writes what all of them hold.
-            leads = place.rank % (mesh.data * mesh.tensor) == 0
+            leads = place.rank % (mesh.token_ranks * mesh.tensor) == 0
             # a thread that writes waits for slow disks; the loop finds ranks that hang
             patient = max(timeout, timedelta(seconds=WRITE_SECONDS))
             ranks = CheckpointGroup(dist.new_group(backend="gloo", timeout=patient), leads=leads)
@@ -162,13 +165,22 @@ class World:
         return self.place.lead
 
     @property
-    def data_rank(self) -> int:
-        """Index of this rank's part of a batch."""
+    def token_rank(self) -> int:
+        """Index of this rank's tokens among those of a batch: chunks, then parts of it."""
         if self.data_mesh is None:
             return 0
-        return self.data_mesh.get_local_rank(
-            REPLICATE
-        ) * self.mesh.shard + self.data_mesh.get_local_rank(SHARD)
+        replica = self.data_mesh.get_local_rank(REPLICATE)
+        return replica * self.mesh.weight_ranks + self.data_mesh.get_local_rank(SHARD)
+
+    @property
+    def data_rank(self) -> int:
+        """Index of this rank's part of a batch."""
+        return self.token_rank // self.mesh.context
+
+    @property
+    def chunk(self) -> int:
+        """Index of this rank's chunk of every sequence."""
+        return self.token_rank % self.mesh.context
 
     @property
     def stage(self) -> int:
@@ -184,12 +196,22 @@ class World:
         cut = f"{mesh.shard} shards" + (
             f" × {mesh.replicate} replicas" if mesh.replicate > 1 else ""
         )
-        for ranks, what in ((mesh.tensor, "tensor-parallel"), (mesh.pipeline, "stages")):
+        for ranks, what in (
+            (mesh.context, "context-parallel"),
+            (mesh.tensor, "tensor-parallel"),
+            (mesh.pipeline, "stages"),
+        ):
             if ranks > 1:
                 cut = f"{ranks} {what}" + (f" × {cut}" if mesh.data > 1 else "")
         return f"{self.size} ranks ({cut})"
 
     # -- tensors -----------------------------------------------------------------------------------
+
+    def own_chunk(self, x_BT: Tensor) -> Tensor:
+        """This rank's part of whole sequences [B, T]: [B, T / n], where n ranks share each."""
+        if self.mesh.context == 1:
+            return x_BT
+        return x_BT.chunk(self.mesh.context, 1)[self.chunk].contiguous()
 
     def summed(self, tensor: Tensor) -> Tensor:
         """The sum over all data ranks of what the last stage found, in place; other stages give
@@ -201,14 +223,14 @@ class World:
         return tensor
 
     def summed_over_data(self, tensor: Tensor) -> Tensor:
-        """The sum over the ranks that hold the same layers and other parts of a batch, in place."""
-        if self.mesh.data > 1:
+        """The sum over the ranks that hold the same layers and have other tokens, in place."""
+        if self.mesh.token_ranks > 1:
             dist.all_reduce(tensor, group=self.data)
         return tensor
 
     def summed_over_shards(self, tensor: Tensor) -> Tensor:
         """The sum over the ranks that hold the parts of the same weights, in place."""
-        if self.data_mesh is not None and self.mesh.shard > 1:
+        if self.data_mesh is not None and self.mesh.weight_ranks > 1:
             dist.all_reduce(tensor, group=self.data_mesh.get_group(SHARD))
         return tensor
 
@@ -225,7 +247,7 @@ class World:
         """The maximum over all ranks that hold the same layers, or parts of them, element by
         element, in place.
         """
-        if self.mesh.data * self.mesh.tensor > 1:
+        if self.mesh.token_ranks * self.mesh.tensor > 1:
             dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.peers)
         return tensor
 
@@ -394,14 +416,19 @@ def _cut_groups(grid: DeviceMesh, mesh: Mesh, timeout: timedelta) -> dict[str, A
     """The groups of a model that is cut, by their names in `World`; every rank must ask for them."""
     pipeline = grid.get_group(STAGES) if mesh.pipeline > 1 else None
     tensor = grid[TENSOR] if mesh.tensor > 1 else None
-    data = peers = None
+    data = peers = context = None
+    if mesh.context > 1:
+        chunks = grid.mesh.view(-1, mesh.context, mesh.tensor).transpose(1, 2).flatten(0, 1)
+        group = _own_group(chunks, timeout)
+        context = Ranks(group=group, rank=group.rank(), size=group.size())
     if pipeline is not None or tensor is not None:
         data = _group_along(grid, (REPLICATE, SHARD), timeout)
     if pipeline is not None:
         peers = data
         if tensor is not None:
             peers = _group_along(grid, (REPLICATE, SHARD, TENSOR), timeout)
-    return {"pipeline": pipeline, "tensor": tensor, "data": data, "peers": peers}
+    groups = {"pipeline": pipeline, "tensor": tensor, "data": data, "peers": peers}
+    return {**groups, "context": context}
 
 
 def _group_along(
@@ -417,8 +444,13 @@ def _group_along(
         mesh.mesh.permute(*other_axes, *along)
         .flatten(len(other_axes))
         .flatten(0, len(other_axes) - 1)
-        .tolist()
     )
+    return _own_group(table, timeout)
+
+
+def _own_group(ranks_of_groups: Tensor, timeout: timedelta) -> dist.ProcessGroup:
+    """The group of this rank, of a table with a row for each; every rank must ask for it."""
+    table = ranks_of_groups.tolist()
     groups: list[dist.ProcessGroup] = [dist.new_group(ranks, timeout=timeout) for ranks in table]
     return next(
         group for group, ranks in zip(groups, table, strict=True) if dist.get_rank() in ranks

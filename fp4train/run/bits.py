@@ -118,7 +118,7 @@ def warn_of_other_bits(
 
 
 RANK_SPREAD = 0x9E3779B97F4A7C15
-"""Distance between the dropout seeds of two data ranks: far more than there are steps."""
+"""Distance between the dropout seeds of two ranks with other tokens: far more than there are steps."""
 STAGE_SPREAD = 0xD1B54A32D192ED03
 """Distance between the dropout seeds of two stages of a pipeline."""
 CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
@@ -130,7 +130,7 @@ def seed_model(run: Run) -> None:
     """Seed a model's own random numbers (dropout): they depend on the step and the rank's part of
     batch and model alone, so that a resumed run draws the same ones.
     """
-    place = run.world.data_rank * RANK_SPREAD + run.world.stage * STAGE_SPREAD
+    place = run.world.token_rank * RANK_SPREAD + run.world.stage * STAGE_SPREAD
     seed = (run.config.run.seed * 1_000_003 + run.step + place) % 2**63
     if run.device.type == "cpu":
         # torch.manual_seed seeds other devices, too; where one is not initialised it keeps the call

@@ -25,9 +25,11 @@ from fp4train.nn import convert
 from fp4train.nn.planned import PlannedLayer
 from fp4train.optim import check_built, keep_bounds
 from fp4train.parallel.agree import check_same
+from fp4train.parallel.config import ONE, Mesh
 from fp4train.parallel.fsdp import distribute, share_tensors
 from fp4train.parallel.held import Inventory
 from fp4train.parallel.pipeline import Pipeline
+from fp4train.parallel.sequences import share_sequences
 from fp4train.parallel.stages import cut_of, cut_stages, tied_weights
 from fp4train.parallel.world import World
 from fp4train.parameters import largest_values
@@ -89,23 +91,20 @@ def build_plan(
     layers: Mapping[str, Layer],
     timeline: Timeline,
     device: Device,
-    data_ranks: int = 1,
-    *,
-    stages: int = 1,
+    mesh: Mesh = ONE,
 ) -> Plan:
     """The plan of a run: what will run where, and why.
 
     Args:
         layers: layers of the whole model, by name (`find_layers`).
-        data_ranks: parts that a batch is cut into.
-        stages: stages of a pipeline.
+        mesh: ranks of the run.
 
     Raises:
         UserError: a pattern of the policy matches no layer, `backend` cannot run a recipe on
-            `device` or over so many stages, or steps are to be recorded and a recipe depends on the
-            host.
+            `device` or over so many stages, chunks of sequences are no whole blocks, or steps are
+            to be recorded and a recipe depends on the host.
     """
-    tokens = config.train.rows(data_ranks) * config.train.seq_len
+    tokens = config.train.rows(mesh.data) * config.train.seq_len // mesh.context
     with user_errors(ValueError):
         plan = make_plan(
             layers.values(),
@@ -115,7 +114,8 @@ def build_plan(
             device=device,
             backend=config.backend,
         )
-        plan.check_ranks(stages=stages)
+        plan.check_ranks(stages=mesh.pipeline)
+        checks.check_chunks(plan, config.train.seq_len, mesh.context)
         if config.train.cuda_graph:
             check_plan(plan)
         return plan
@@ -202,13 +202,12 @@ def assemble(
         checks.set_masks(model, config, data.borders)
         if world.size > 1:
             share_tensors(model, world, config.parallel)
+            share_sequences(model, world)
         teacher = load_teacher(config, data, model, world)
         layers = find_layers(model)
         by_block, besides = multiplied(model, find_blocks(model), config.train.seq_len)
         mesh = world.mesh
-        plan = build_plan(
-            config, layers, timeline, Device.of(world.device), mesh.data, stages=mesh.pipeline
-        )
+        plan = build_plan(config, layers, timeline, Device.of(world.device), mesh)
         checks.check_oscillation(config, plan)
         if world.mesh.pipeline == 1:
             cut = None
@@ -218,7 +217,7 @@ def assemble(
         train_data = data.training(**batch, seed=config.run.seed + begun)
         train_data = train_data.lasting(config.train.steps, begun)
         val_data = data.validation(**batch)
-    _let_layers_add(model, config, mesh.data)
+    _let_layers_add(model, config, mesh)
     full_model = model
     pipeline = None
     if cut is not None:
@@ -282,9 +281,9 @@ def _distribute(part: nn.Module, config: Config, world: World) -> None:
     distribute(part, world, gather, config.parallel.reduce)
 
 
-def _let_layers_add(model: nn.Module, config: Config, data_ranks: int) -> None:
-    """Let layers add up the gradients of microbatches, where a rank has several."""
-    several = config.train.rows(data_ranks) < config.train.batch_size
+def _let_layers_add(model: nn.Module, config: Config, mesh: Mesh) -> None:
+    """Let layers add up the gradients of microbatches and chunks, where there are several."""
+    several = mesh.context > 1 or config.train.rows(mesh.data) < config.train.batch_size
     for module in model.modules():
         if isinstance(module, PlannedLayer):
             module.sum_gradients(several, in_product=config.train.kernels != "torch")

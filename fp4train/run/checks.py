@@ -30,6 +30,8 @@ BYTES = 4
 
 LARGE = 10_000_000
 """Parameters from which a run of fewer tokens than parameters is no experiment in small."""
+_ALIGNED = 1 << 20
+"""Tokens that are whole blocks of any size."""
 READS_BYTES = 300_000_000
 """Parameters from which a vocabulary of bytes is probably an oversight."""
 
@@ -115,9 +117,10 @@ def check_cut(config: Config, mesh: Mesh) -> None:
             f"divide it: {', '.join(fits[-4:])}; or use train.batch_size={near}"
         )
     sequences = config.train.rows(ranks)
-    if config.parallel.sp and sequences * config.train.seq_len % mesh.tensor:
+    tokens = sequences * config.train.seq_len // mesh.context
+    if config.parallel.sp and tokens % mesh.tensor:
         raise UserError(
-            f"the {sequences * config.train.seq_len} tokens of a microbatch cannot be shared "
+            f"the {tokens} tokens of a microbatch cannot be shared "
             "by parallel.tp="
             f"{mesh.tensor} ranks: choose another train.microbatch or train.seq_len, or "
             "parallel.sp=false"
@@ -137,17 +140,57 @@ def check_cut(config: Config, mesh: Mesh) -> None:
             "leaves none on any rank: eval.errors_every=0, or measure a checkpoint on one "
             "rank (fp4train sensitivity)"
         )
-    if config.oscillation.every and mesh.shard * mesh.tensor * mesh.pipeline > 1:
+    if config.oscillation.every and mesh.weight_ranks * mesh.tensor * mesh.pipeline > 1:
         raise UserError(
             f"oscillation.every={config.oscillation.every}: weights are watched whole, and "
             "this run cuts them over "
-            "ranks; use parallel.dp_shard=1 with dp_replicate, or leave it out"
+            "ranks; use parallel.dp_replicate with parallel.dp_shard=1 and parallel.cp=1, or leave "
+            "it out"
         )
-    if (reason := getattr(config.optim, "needs_whole", None)) and mesh.shard * mesh.tensor > 1:
+    if (
+        reason := getattr(config.optim, "needs_whole", None)
+    ) and mesh.weight_ranks * mesh.tensor > 1:
         raise UserError(reason)
     if config.parallel.pp > 1:
         with user_errors(ValueError):
             check_microbatches(batch // ranks // sequences, config.parallel)
+
+
+def check_chunks(plan: Plan, seq_len: int, ranks: int) -> None:
+    """Check that chunks of a sequence are whole blocks of all that is quantised along tokens.
+
+    Raises:
+        ValueError: they are not; it says which numbers of ranks are near.
+    """
+    operands = {
+        operand
+        for stretch in plan.stretches
+        for layer in stretch.layers.values()
+        for operand in layer.sources.values()
+        if operand.has("tokens")
+    }
+
+    def why_not(ranks: int) -> str | None:
+        size = seq_len // ranks
+        if seq_len % ranks:
+            return "are not divisible by it"
+        # of what no size would mend, each chunk has its own, as a microbatch has
+        reasons = (
+            operand.why_not_cut("tokens", size)
+            for operand in operands
+            if operand.why_not_cut("tokens", _ALIGNED) is None
+        )
+        return next((f"are not: {reason}" for reason in reasons if reason is not None), None)
+
+    if ranks == 1 or (reason := why_not(ranks)) is None:
+        return
+    below = next(n for n in range(ranks - 1, 0, -1) if n == 1 or why_not(n) is None)
+    above = next((n for n in range(ranks + 1, seq_len + 1) if why_not(n) is None), None)
+    near = f"{below} or {above}" if above else str(below)
+    raise ValueError(
+        f"parallel.cp={ranks}: sequences of train.seq_len={seq_len} tokens must be chunks of whole "
+        f"blocks, and {reason}; use parallel.cp={near}"
+    )
 
 
 def check_oscillation(config: Config, plan: Plan) -> None:

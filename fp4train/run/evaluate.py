@@ -83,7 +83,8 @@ def check_evaluation(run: Run, values: Mapping[str, float | str], recipe: str) -
 
 
 def _losses(run: Run, recipe: Recipe, stream: Stream) -> list[float]:
-    """The weighted losses of all passes over `stream`, each computed by one rank.
+    """The weighted losses of all passes over `stream`, each computed by one rank, or by the ranks
+    that share its sequences.
 
     In one order on every rank, so that their sum does not depend on how many there are. A rank that
     has no pass left repeats one, so that all take part in what the ranks do together.
@@ -101,6 +102,6 @@ def _losses(run: Run, recipe: Recipe, stream: Stream) -> list[float]:
     constant = ConstantWeights()
     computed = losses(run, (microbatch(run, recipe, part, constant=constant) for part in rows))
     for number, weight, loss in zip(own_numbers, weights, computed, strict=False):
-        own_losses[number] = loss * weight
+        own_losses[number] = loss * (weight / mesh.context)
     weighted: list[float] = run.world.summed(own_losses)[:count].tolist()
     return weighted

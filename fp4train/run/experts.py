@@ -49,6 +49,7 @@ def even_out(run: Trained, step: Step) -> None:
         loads_of_rows = table[rows]
         loads = loads_of_rows[:, :count] / loads_of_rows[:, :count].mean(1, keepdim=True)
         train = run.config.train
+        sequences = train.batch_size * run.world.mesh.context
         if due(step.index + 1, run.config.eval.every, train.steps):
             listed = {
                 f"blocks.{row}": [round(x, 4) for x in expert_load.tolist()]
@@ -62,8 +63,8 @@ def even_out(run: Trained, step: Step) -> None:
             "experts/dropped": float(
                 loads_of_rows[:, count + DROPPED].sum() / loads_of_rows[:, :count].sum()
             ),
-            "experts/balance_loss": float(mean[BALANCE]) / train.batch_size,
-            "experts/z_loss": float(mean[Z]) / train.batch_size,
+            "experts/balance_loss": float(mean[BALANCE]) / sequences,
+            "experts/z_loss": float(mean[Z]) / sequences,
         }
 
     step.late.append(load)

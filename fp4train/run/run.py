@@ -125,6 +125,11 @@ class Run:
         return self.config.train.rows(self.world.mesh.data)
 
     @property
+    def microbatch_tokens(self) -> int:
+        """Tokens of a microbatch that are this rank's."""
+        return self.microbatch_rows * self.config.train.seq_len // self.world.mesh.context
+
+    @property
     def batch_index(self) -> int:
         """The place in the data of the batch of the current step: that of the step since the data
         began, and what was skipped before.
@@ -180,7 +185,7 @@ class Run:
         """Forms in which ranks send each other weights, in words; empty where no rank shares
         them.
         """
-        shards = self.world.mesh.shard
+        shards = self.world.mesh.weight_ranks
         config = self.config
         if shards == 1:
             return []

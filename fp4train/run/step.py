@@ -124,7 +124,7 @@ def microbatch_share(run: Run) -> float:
     """The factor of a microbatch's loss in the current step: the loss of the step is the mean over
     the targets of the whole batch that count, wherever they lie.
     """
-    size = run.config.train.batch_size
+    size = run.config.train.batch_size * run.world.mesh.context
     return run.microbatch_rows / size * run.data.feed.loss_factor(run.batch_index)
 
 
@@ -159,7 +159,8 @@ def microbatches(run: Run, recipe: Recipe, rows: Iterable[Rows]) -> Iterator[Mic
     """The microbatches of `rows`, with the place of each in the whole batch."""
     rank_start = run.world.data_rank * run.rank_rows
     constant = ConstantWeights()
-    share = run.loss_scale.value * run.microbatch_rows / run.config.train.batch_size
+    size = run.config.train.batch_size * run.world.mesh.context
+    share = run.loss_scale.value * run.microbatch_rows / size
     for start, row in zip(
         range(rank_start, rank_start + run.rank_rows, run.microbatch_rows), rows, strict=True
     ):
@@ -191,12 +192,15 @@ def microbatch(
     """Rows to be run in `recipe`, whose plan was applied to the layers (`Run.apply`).
 
     Args:
+        rows: whole sequences; where ranks share them, this one's chunks are run.
         constant: shared by passes between which no weight is written.
+        token_offset: place of the first token of `rows` in the batch.
         called_layers: set in which layers note that they were called (`Context.called_layers`).
         auxiliary: weight of a training pass's losses beside the returned one (`Context.auxiliary`).
     """
 
-    tokens_BT, targets_BT = rows
+    tokens_BT, targets_BT = (run.world.own_chunk(row) for row in rows)
+    token_offset += run.world.chunk * run.microbatch_tokens
 
     @contextmanager
     def context() -> Iterator[None]:

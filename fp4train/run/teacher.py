@@ -26,6 +26,7 @@ from fp4train.models import Architecture
 from fp4train.models.common.decoder import Decoder
 from fp4train.models.common.distillation import TeacherStates
 from fp4train.parallel.config import Mesh
+from fp4train.parallel.sequences import share_sequences
 from fp4train.parallel.world import World
 from fp4train.precision.context import use
 from fp4train.run.checks import set_masks
@@ -78,6 +79,7 @@ def load_teacher(config: Config, data: RunData, student: nn.Module, world: World
         dtype = torch.bfloat16
     model = model.to(world.device, dtype).eval().requires_grad_(False)
     set_masks(model, config, data.borders)
+    share_sequences(model, world)
     model.hidden = True
     return Teacher(model, config)
 

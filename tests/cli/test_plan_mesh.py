@@ -196,6 +196,10 @@ def test_parts_of_layers_are_priced_as_what_runs_them(capsys: pytest.CaptureFixt
         ),
         (("parallel.tp=2", "eval.errors_every=5"), "eval.errors_every=5 measures whole operands"),
         (
+            ("parallel.cp=3", "recipe=mxfp8", "train.seq_len=144"),
+            "whole blocks, and are not: a shard of 48 is not whole blocks of 32; use",
+        ),
+        (
             ("parallel.dp_shard=2", "oscillation.every=10", "oscillation.watch=5"),
             "weights are watched whole",
         ),

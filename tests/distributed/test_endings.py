@@ -43,10 +43,16 @@ Ranks = Any
             marks=pytest.mark.long,
         ),
         (
-            ["parallel.cp=2"],
-            "unknown key 'parallel.cp': context parallelism cuts the attention of a sequence "
-            "over ranks",
+            ["parallel.cp=2", "model=hybrid_tiny"],
+            "parallel.cp=2: HybridModel does not say that attention alone mixes the tokens",
         ),
+        pytest.param(
+            ["parallel.cp=2", "train.seq_len=48"],
+            "parallel.cp=2: sequences of train.seq_len=48 tokens must be chunks of whole blocks, "
+            "and are not: a shard of 24 is not whole blocks of 16; use parallel.cp=1 or 3",
+            marks=pytest.mark.long,
+        ),
+        (["parallel.cp=2", "parallel.tp=2"], "parallel.tp=2 × parallel.cp=2 does not divide"),
         (
             ["parallel.ep=2"],
             "unknown key 'parallel.ep': expert parallelism sends tokens to ranks that hold "

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from chunks import in_chunks
 
 pytestmark = pytest.mark.long
 
@@ -44,6 +45,17 @@ def test_answers_count_alike_on_two_ranks_and_in_two_microbatches(
     ranks.same("one", "two")
 
 
+def test_answers_count_alike_in_chunks_of_two_ranks_and_of_one(
+    ranks: Ranks, chat: tuple[str, ...]
+) -> None:
+    options = (*chat, "train.batch_size=2", "train.microbatch=2")
+    ranks.train(1, "one", *options, patch=in_chunks(2))
+    ranks.train(2, "two", *options, "parallel.cp=2")
+    assert ranks.state("one") == ranks.state("two")
+    for one, two in zip(ranks.losses("one"), ranks.losses("two"), strict=True):
+        assert two["train/loss"] == pytest.approx(one["train/loss"], rel=1e-6)
+
+
 def test_a_vocabulary_that_is_cut_leaves_out_the_same_targets(
     ranks: Ranks, chat: tuple[str, ...]
 ) -> None:
@@ -67,5 +79,10 @@ def test_a_teacher_teaches_two_ranks_as_two_microbatches(ranks: Ranks) -> None:
     ranks.train(1, "one", *given, "train.microbatch=2")
     ranks.train(2, "two", *given)
     ranks.same("one", "two")
+    exact = (*given, "recipe=fp32", "train.microbatch=4", "train.batch_size=4")
+    ranks.train(1, "whole", *exact)
+    ranks.train(2, "chunks", *exact, "parallel.cp=2")
+    for whole, chunks in zip(ranks.losses("whole"), ranks.losses("chunks"), strict=True):
+        assert chunks["train/loss"] == pytest.approx(whole["train/loss"], rel=1e-3, abs=1e-7)
     refused = ranks(2, *given[1:], "run.name=cut", "model.kv_heads=2", "parallel.tp=2")
     assert "the loss needs the whole vocabulary and all blocks on a rank" in refused.message

@@ -92,10 +92,11 @@ HERE: dict[str, tuple[str, Callable[[], bool]]] = {
         lambda: [config_of().audit.steps(device) for device in ("cpu", "cuda")] == [100, 0],
     ),
     "export of packed NVFP4": ("yes", lambda: {"modelopt", "compressed-tensors"} <= set(LAYOUTS)),
-    "context and expert parallelism": (
-        "no",
-        lambda: not {"cp", "ep"} & set(vars(config_of().parallel)),
+    "context parallelism": (
+        "in attention, in the bits of one rank that passes the chunks",
+        lambda: "cp" in vars(config_of().parallel),
     ),
+    "expert parallelism": ("no", lambda: "ep" not in vars(config_of().parallel)),
 }
 """What the table of the README says that this has, or lacks, and what shows it."""
 

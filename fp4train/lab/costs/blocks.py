@@ -53,12 +53,14 @@ class PassWork:
         kernels: bytes that kernels of several operations read and write.
         flops: floating-point operations of products, in float32.
         attention: floating-point operations of attention, half of the square if causal.
+        keys: bytes of the keys and values of attention.
     """
 
     operators: float = 0.0
     kernels: float = 0.0
     flops: float = 0.0
     attention: float = 0.0
+    keys: float = 0.0
 
 
 def saved_bytes(plan: LayerPlan, tokens: int) -> float:
@@ -163,6 +165,7 @@ class _Kernels(Liger, TorchFunctionMode):
         q, k, v = args[:3]
         batch, heads, time, width = q.shape
         products = 2 if keywords.get("is_causal") else 4
+        self.counter.work.keys += _bytes((k, v))
         self.counter.work.attention += products * batch * heads * time**2 * width
         # The layout of the kernels: heads of a token lie side by side.
         out = q.new_empty((batch, time, heads, v.shape[-1])).transpose(1, 2)

@@ -8,7 +8,8 @@ One stage and microbatch take the sum over its blocks of
 
 FSDP copies what it gathers into the weights and gradients into what it scatters, a read and a write
 of each. The gathers and scatters of weights hide behind the block that runs, those of embedding and
-head behind nothing; the collectives of tensor parallelism do not hide.
+head behind nothing; the collectives of tensor and context parallelism do not hide. The rank with
+the last chunk of every sequence multiplies 2 − 1/n times as much in attention as n ranks on average.
 Gradients are reduced in the last microbatch only. A step is
 
     (m + (p−1)/v) · slowest stage + optimizer
@@ -64,6 +65,9 @@ ENDS = 32 + 10 + 8
 """Bytes per element of the residual stream that embedding (float32 rows are read and rounded, their
 gradients added), the last norm and the loss move."""
 
+_KEYS = ("gathers of keys and values, scatters of their gradients", "context")
+"""Name and ranks of the collectives of context parallelism."""
+
 Seconds = dict[str, float]
 """Seconds by what they are spent on."""
 
@@ -74,10 +78,13 @@ class BlockPass(NamedTuple):
     Args:
         parts: its seconds; those of backward include what is recomputed.
         sent: bytes of each tensor that tensor-parallel ranks gather or scatter.
+        keys: bytes of the keys and values, or of their gradients, that context-parallel ranks
+            gather or scatter, each time.
     """
 
     parts: Seconds
     sent: list[float]
+    keys: list[float]
 
     @property
     def seconds(self) -> float:
@@ -137,8 +144,8 @@ class ClusterCost:
             if weight.plan is None:
                 continue
             passes = 1.0
-            if mesh.shard == 1 or weight.wire(mesh).coded:
-                passes = 1 / (mesh.shard * mesh.microbatches)
+            if mesh.weight_ranks == 1 or weight.wire(mesh).coded:
+                passes = 1 / (mesh.weight_ranks * mesh.microbatches)
             for row in layer_costs(weight.plan, self.gpu, tokens, passes):
                 seconds = forward if row.gemm_name == "fprop" else backward
                 seconds["GEMMs"] += row.gemm / self.gpu.sustained
@@ -153,19 +160,30 @@ class ClusterCost:
         ranks = mesh.tensor * mesh.context
         rate = self.gpu.sustained * ranks
         tensor = Collectives("tensor gathers and scatters", "tensor", mesh, self.gpu)
+        context = Collectives(*_KEYS, mesh, self.gpu)
+        keys = 0.0 if mesh.joined else block.forward.keys / mesh.tensor
+        slowest = 1.0 if mesh.joined else 2 - 1 / mesh.context
         traffic = tensor_traffic(block.weights, block.input / mesh.context, mesh)
         passes = []
-        for parts, work, sent in zip(
-            self._layers(block.weights), (block.forward, block.backward), traffic, strict=True
+        for parts, work, sent, gathered in zip(
+            self._layers(block.weights),
+            (block.forward, block.backward),
+            traffic,
+            ([keys], [(1 - self.recomputed) * keys, keys]),
+            strict=True,
         ):
             moved = work.operators / EAGER + work.kernels
             if self.workload.compiled:
                 moved = FUSED * (work.operators + work.kernels)
             flops = work.flops / (self.gpu.peaks["FP32"] * rate)
-            parts["attention"] = work.attention / (self.gpu.peaks["BF16"] * ATTENTION * rate)
+            parts["attention"] = (
+                slowest * work.attention / (self.gpu.peaks["BF16"] * ATTENTION * rate)
+            )
             parts["elementwise"] = max(moved / ranks / self._copy, flops)
             parts["tensor collectives"] = sum(map(tensor.alone, sent))
-            passes.append(BlockPass(parts, sent))
+            if mesh.context > 1:
+                parts["context collectives"] = sum(map(context.alone, gathered))
+            passes.append(BlockPass(parts, sent, gathered))
         forward, backward = passes
         backward.parts["recomputation"] = self.recomputed * forward.seconds
         return forward, backward
@@ -175,19 +193,22 @@ class ClusterCost:
         m = self.mesh.microbatches
         parts: Seconds = defaultdict(float, recomputation=0.0)  # the first line of tables
         tensor = Collectives("tensor gathers and scatters", "tensor", self.mesh, self.gpu)
+        context = Collectives(*_KEYS, self.mesh, self.gpu)
         for block, times in counts.items():
             forward, backward = self._passes[block]
             for name, value in (*forward.parts.items(), *backward.parts.items()):
                 parts[name] += times * m * value
             tensor.add(times * m * (1 + self.recomputed), forward.sent)
             tensor.add(times * m, backward.sent)
+            context.add(times * m * (1 + self.recomputed), forward.keys)
+            context.add(times * m, backward.keys)
         moved, (gathers, scatters, reductions) = self._weights(number, counts)
         parts["casts, copies of weights"] = moved / self._copy
         parts["weight gathers"] = gathers.exposed
         parts["gradient reduction"] = scatters.exposed + reductions.exposed
         if number == self.mesh.pipeline - 1:
             self._add_ends(parts)
-        return parts, [gathers, scatters, reductions, tensor]
+        return parts, [gathers, scatters, reductions, tensor, context]
 
     def _weights(self, number: int, counts: BlockCounts) -> tuple[float, list[Collectives]]:
         """(Bytes that a stage moves per step when it casts and copies weights and their gradients;
@@ -198,11 +219,11 @@ class ClusterCost:
         """
         mesh = self.mesh
         m = mesh.microbatches
-        gathers = Collectives("weight gathers", "shard", mesh, self.gpu)
-        scatters = Collectives("gradient reduction", "shard", mesh, self.gpu)
+        gathers = Collectives("weight gathers", "weight_ranks", mesh, self.gpu)
+        scatters = Collectives("gradient reduction", "weight_ranks", mesh, self.gpu)
         reductions = Collectives("gradient all-reduce", "replicate", mesh, self.gpu)
         moved = 0.0
-        beside_nothing = BlockPass({}, [])
+        beside_nothing = BlockPass({}, [], [])
         units = [(block.weights, times, *self._passes[block]) for block, times in counts.items()]
         units.append((self.workload.outer(number, mesh), 1, beside_nothing, beside_nothing))
         for weights, times, forward, backward in units:
@@ -211,9 +232,9 @@ class ClusterCost:
             gathers.add(times * m, [part.forward], forward.seconds)
             left = gathers.add(times * m, [part.backward], backward.seconds)
             left = scatters.add(times, [scattered], left)
-            reductions.add(times, 2 * [4 * part.elements / mesh.shard], left)
+            reductions.add(times, 2 * [4 * part.elements / mesh.weight_ranks], left)
             moved += times * (CAST * part.elements + ROUNDING * part.rounded)
-            if mesh.shard > 1:
+            if mesh.weight_ranks > 1:
                 moved += 2 * times * (m * (part.forward + part.backward) + scattered)
         return moved, [gathers, scatters, reductions]
 

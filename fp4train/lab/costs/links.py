@@ -28,8 +28,14 @@ LATENCY = 5e-6
 """Seconds per doubling of the group: assumed, near what nccl-tests prints for 8-byte all-reduces
 (15 to 50 µs)."""
 
-_ORDER = ("tensor", "context", "shard", "replicate", "pipeline")
-"""Kinds of ranks; neighbours in the first differ by 1."""
+_NEARER = {
+    "tensor": (),
+    "context": ("tensor",),
+    "weight_ranks": ("tensor",),
+    "replicate": ("tensor", "weight_ranks"),
+    "pipeline": ("tensor", "weight_ranks", "replicate"),
+}
+"""Kind of ranks → the kinds within which its neighbours lie; those in the first differ by 1."""
 
 
 def divisors(number: int, most: int) -> list[int]:
@@ -42,7 +48,7 @@ class Collectives:
 
     Args:
         name: its name in tables.
-        kind: one of the kinds in `_ORDER`; NVLink domains hold equal parts of these ranks.
+        kind: one of the kinds in `_NEARER`; NVLink domains hold equal parts of these ranks.
     """
 
     def __init__(self, name: str, kind: str, mesh: Mesh, gpu: Gpu) -> None:
@@ -50,7 +56,7 @@ class Collectives:
         self.gpu = gpu
         self.size: int = getattr(mesh, kind)
         """Number of ranks."""
-        stride = math.prod(getattr(mesh, nearer) for nearer in _ORDER[: _ORDER.index(kind)])
+        stride = math.prod(getattr(mesh, nearer) for nearer in _NEARER[kind])
         self.near = divisors(self.size, max(1, gpu.domain // stride))[-1]
         """Number of those of them in one NVLink domain."""
         self.sent = 0.0

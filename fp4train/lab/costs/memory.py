@@ -11,6 +11,8 @@
     unsharded weights two blocks' weights as the GEMMs read them (one runs, one arrives), those
                       outside the blocks, which stay gathered, and the gradients of one block and of
                       those outside
+    keys and values   of context parallelism: those of one block's whole sequences and their
+                      gradients, and the mask of the last chunk, 2 bytes per query and key
     logits            of one chunk: 8 bytes per logit; the head in BF16, its float32 gradient, the
                       gradient of its input
     reserve           RESERVE: the CUDA context, NCCL's buffers, workspaces of the GEMMs
@@ -45,7 +47,7 @@ class RankMemory:
         outer = on_rank(load.outer(stage, mesh), mesh)
         blocks = [(on_rank(block.weights, mesh), times) for block, times in counts.items()]
         unsharded = outer.elements + sum(times * block.elements for block, times in blocks)
-        self.parameters = unsharded / mesh.shard
+        self.parameters = unsharded / mesh.weight_ranks
         """Elements of its shard."""
         parts = {title: size * self.parameters for title, size in load.states.items()}
         self.host = sum(parts.values())
@@ -54,7 +56,7 @@ class RankMemory:
         parts["codes of weights"] = sum(times * block.codes for block, times in blocks)
         parts["weights in BF16"] = sum(times * block.rounded for block, times in blocks)
         parts["activations"] = _activations(mesh, recomputed, stage, counts)
-        if mesh.shard > 1:
+        if mesh.weight_ranks > 1:
             resident = max(block.resident for block, _ in blocks)
             parts["unsharded weights"] = 2 * resident + outer.forward
             if mesh.microbatches > 1:
@@ -62,6 +64,9 @@ class RankMemory:
             else:
                 largest = max(block.elements for block, _ in blocks)
                 parts["unsharded weights"] += 4 * (largest + outer.elements)
+        if mesh.context > 1 and not mesh.joined:
+            keys = max(block.forward.keys for block in counts) / mesh.tensor
+            parts["keys and values"] = 2 * keys + 2 * load.seq_len**2 / mesh.context
         if stage == mesh.pipeline - 1:
             parts["logits and head"] = _logits(load, mesh)
         parts["reserve"] = RESERVE

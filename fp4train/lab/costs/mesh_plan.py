@@ -13,6 +13,7 @@ from fp4train.lab.costs.cluster import ClusterCost
 from fp4train.lab.costs.workload import Workload
 from fp4train.models.common.cut import tensor_cut
 from fp4train.parallel.config import Mesh
+from fp4train.parallel.sequences import check_sequences
 from fp4train.parallel.stages import cut_of, tied_weights
 from fp4train.parallel.tensor import check_division, tensor_cut_of
 from fp4train.precision.gather import gather_mode
@@ -74,6 +75,7 @@ class MeshPlan:
                 check_division(self.model, tensor_cut_of(self.model, mesh.tensor), mesh.tensor)
             if mesh.pipeline > 1:
                 tied_weights(self.model, cut_of(self.model, self.config.parallel))
+            check_sequences(self.model, mesh.context)
             check_cut(self.config, mesh)
 
     def plan(self) -> Plan:
@@ -83,9 +85,7 @@ class MeshPlan:
         layers = find_layers(self.model).items()
         parts = {name: cut.part(layer, mesh.tensor) for name, layer in layers}
         device = Device.elsewhere(self.gpu)
-        return build_plan(
-            self.config, parts, self.timeline, device, mesh.data, stages=mesh.pipeline
-        )
+        return build_plan(self.config, parts, self.timeline, device, mesh)
 
     def workload(self, stretch: PlannedStretch) -> Workload:
         """A microbatch of a rank in one stretch of a plan."""

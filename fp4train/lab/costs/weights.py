@@ -78,7 +78,7 @@ class ModelWeight:
         """
         if self.plan is None:
             return WireForm()
-        return wire_form(self.plan, mesh.shard, mesh.gather)
+        return wire_form(self.plan, mesh.weight_ranks, mesh.gather)
 
     def on_rank(self, mesh: Mesh, *, repeats: bool = False) -> WeightPart:
         """What a rank holds of it; `repeats`: backward runs fprop again."""
@@ -99,11 +99,11 @@ class ModelWeight:
         codes = share * sum(sizes)
         if sizes:
             read = 2 * codes / len(sizes)  # square blocks are read in both directions, as copies
-            kept = read if mesh.shard == 1 else form.coded * codes / mesh.shard
+            kept = read if mesh.weight_ranks == 1 else form.coded * codes / mesh.weight_ranks
             return part._replace(codes=kept, resident=read + (not form.coded) * forward)
         dtype = self.plan.table.torch_dtype
         read = elements * dtype.itemsize
-        rounded = (mesh.shard == 1 and dtype.itemsize < 4) * read
+        rounded = (mesh.weight_ranks == 1 and dtype.itemsize < 4) * read
         return part._replace(rounded=rounded, resident=read + (form.dtype != dtype) * forward)
 
 

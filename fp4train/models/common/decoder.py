@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from fp4train.backends import widened
 from fp4train.models.common.cache import DecodeCache
+from fp4train.models.common.chunks import SequenceRanks
 from fp4train.models.common.cut import WHOLE, TokenRanks
 from fp4train.models.common.distillation import TeacherStates, chunked_distillation
 from fp4train.models.common.initialise import initialise
@@ -62,6 +63,10 @@ class Decoder(Fusible, nn.Module):
     """The parameters that tensor parallelism cuts in segments, by name; set when the model is
     cut.
     """
+    attends_alone = False
+    """Whether attention alone mixes the tokens of a sequence, so that ranks may have chunks of it."""
+    sequence: SequenceRanks | None = None
+    """The ranks that have a chunk of every sequence each; set when sequences are cut."""
     documents: int | None = None
     """The id that ends a document, where attention stays within documents; None: none does. One
     within a document comes as its complement, −1 − id (`data/loader.py`).
@@ -108,6 +113,8 @@ class Decoder(Fusible, nn.Module):
         """
         time = input.shape[1] if time is None else time
         start = 0 if cache is None else cache.seen
+        if self.sequence is not None:
+            start = self.sequence.ranks.rank * time
         if (end := start + time) > self.seq_len:
             raise ValueError(f"{end} tokens exceed the model's seq_len={self.seq_len}")
         divided = self.documents is not None or self.begins is not None
@@ -124,7 +131,9 @@ class Decoder(Fusible, nn.Module):
             cache.seen = end
             return self.leave(x, targets_BT, time)
         if divided:
-            arguments = (*arguments, None, document_mask(*borders))
+            if self.sequence is not None:
+                borders = [self.sequence.until_here(border) for border in borders]
+            arguments = (*arguments, None, document_mask(*borders, first=start))
         recomputes = self.recomputes and self.training
         for block in self.blocks:
             x = recompute(block, x, *arguments) if recomputes else block(x, *arguments)
@@ -220,9 +229,11 @@ class FamilyDecoder(Decoder):
         """The blocks of a new model, each made when it is taken."""
 
 
-def document_mask(ends_BT: Tensor | None, begins_BT: Tensor | None = None) -> Tensor:
-    """Mask of the tokens that each one attends to: those of its own document up to itself; bool [B,
-    1, T, T].
+def document_mask(
+    ends_BT: Tensor | None, begins_BT: Tensor | None = None, *, first: int = 0
+) -> Tensor:
+    """Mask of the tokens that each one from `first` on attends to: those of its own document up to
+    itself; bool [B, 1, T - first, T].
 
     Args:
         ends_BT: whether a token is the last one of a document; None: no token says so.
@@ -234,7 +245,7 @@ def document_mask(ends_BT: Tensor | None, begins_BT: Tensor | None = None) -> Te
     if begins_BT is not None:
         numbers.append(begins_BT.cumsum(1))
     number = torch.stack(numbers).sum(0)
-    return (number[:, None, :, None] == number[:, None, None, :]).tril()
+    return (number[:, None, first:, None] == number[:, None, None, :]).tril(first)
 
 
 def embed(tokens_BT: Tensor, w_VD: Tensor, dtype: torch.dtype, tensor: TokenRanks | None) -> Tensor:

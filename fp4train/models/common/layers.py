@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from fp4train.backends import widened
 from fp4train.models.common.cache import KeyValues, seen_mask
+from fp4train.models.common.chunks import SequenceRanks
 from fp4train.models.common.cut import TokenRanks, shared_by, summed_statistic
 from fp4train.models.common.operators import Fusible, Operation
 from fp4train.parameters import ParameterSpec, Split, inside, linear, norm
@@ -176,6 +177,9 @@ class Attention(Fusible, nn.Module):
             Qwen3; None: no norm.
     """
 
+    sequence: SequenceRanks | None = None
+    """The ranks that have a chunk of every sequence each; set when sequences are cut."""
+
     def __init__(
         self,
         *,
@@ -251,14 +255,17 @@ class Attention(Fusible, nn.Module):
             k, v = cache.extended(k, v)
             causal = k.shape[2] == time
             mask = seen_mask(time, k.shape[2], k.device)
-        y = widened(
-            F.scaled_dot_product_attention,
-            q,
-            k,
-            v,
-            attn_mask=mask,
-            is_causal=causal,
-            enable_gqa=grouped,
-        )
+        if self.sequence is not None:
+            y = self.sequence.attended(q, k, v, mask)
+        else:
+            y = widened(
+                F.scaled_dot_product_attention,
+                q,
+                k,
+                v,
+                attn_mask=mask,
+                is_causal=causal,
+                enable_gqa=grouped,
+            )
         out: Tensor = self.wo(y.transpose(1, 2).flatten(2))
         return out

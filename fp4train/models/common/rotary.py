@@ -254,6 +254,8 @@ class RotaryDecoder(FamilyDecoder):
 class AttentionDecoder(RotaryDecoder):
     """A decoder whose blocks are all rotary attention and an MLP."""
 
+    attends_alone = True
+
     def fp4train_cache(self, length: int) -> DecodeCache:
         """Keys and values of each block."""
         return DecodeCache([KeyValues(length) for _ in self.blocks])

@@ -124,7 +124,7 @@ def swap_recipe(
 def _plan(run: Run, timeline: Timeline) -> Plan:
     mesh = run.world.mesh
     device = Device.of(run.device)
-    plan = build_plan(run.config, run.layers, timeline, device, mesh.data, stages=mesh.pipeline)
+    plan = build_plan(run.config, run.layers, timeline, device, mesh)
     return plan.since(run.step)
 
 

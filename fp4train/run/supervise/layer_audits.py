@@ -149,7 +149,7 @@ class LayerAudits:
     def _shares_weights(self) -> bool:
         """Whether other ranks have parts of the weights."""
         mesh = self.run.world.mesh
-        return mesh.shard > 1 or mesh.tensor > 1
+        return mesh.weight_ranks > 1 or mesh.tensor > 1
 
     def _fused_with(self, layer: PlannedLayer) -> list[PlannedLayer]:
         """The layers whose weights share a global scale with that of `layer` in the coming step,
@@ -162,9 +162,8 @@ class LayerAudits:
 
     def _check_main_memory(self, layer: PlannedLayer) -> None:
         run = self.run
-        tokens = run.microbatch_rows * run.config.train.seq_len
         observed = 2 if self.every == 1 else 1
-        check_main_memory(layer, tokens, run.world.place.local_size, observed)
+        check_main_memory(layer, run.microbatch_tokens, run.world.place.local_size, observed)
 
     def _take_weight(self, layer: PlannedLayer | None) -> None:
         """Take the weight of the layer that is audited. Every rank calls this, also one that has no

@@ -103,7 +103,7 @@ class PlannedCalls:
         quantised.
         """
         run = self.run
-        shards = run.world.mesh.shard
+        shards = run.world.mesh.weight_ranks
         if shards == 1 or layer.transposed:
             return weight
         mode = gather_mode(
@@ -135,8 +135,10 @@ class PlannedCalls:
             return None
         run = self.run
         length = run.config.train.seq_len
+        chunk = run.world.chunk * run.microbatch_tokens
         begins = [
             (run.world.data_rank * run.rank_rows + microbatch * run.microbatch_rows) * length
+            + chunk
             for microbatch in range(self.microbatches)
         ]
         token = begins[observer.number]

@@ -66,7 +66,9 @@ class UpdateAudit:
     def learned(self) -> bool:
         """Whether the weight of the layer has a gradient, of calls on this rank alone."""
         gradient = self._gradient
-        return self.run.world.mesh.data == 1 and gradient is not None and bool(gradient.any())
+        return (
+            self.run.world.mesh.token_ranks == 1 and gradient is not None and bool(gradient.any())
+        )
 
     @contextmanager
     def observing(self) -> Iterator[None]:

@@ -64,6 +64,22 @@ def test_biases_norms_of_heads_and_wide_heads_are_counted(name: str, attention: 
     assert found.parameters / 2 < memory < found.parameters / 2 * 1.001
 
 
+def test_ranks_that_share_sequences_gather_keys_and_values_twice_and_scatter_their_gradients() -> (
+    None
+):
+    """Of 8 heads of 128 in BF16, in each block; weights lie in parts on them."""
+    load = measured("8B", BF16(), H100)
+    cost = ClusterCost(load, H100, Mesh(context=4, shard=2))
+    keys = 2 * 8 * 128 * 2 * load.tokens
+    (sent,) = (flow.sent for flow in cost.collectives if "keys and values" in flow.name)
+    assert sent == 32 * 3 * keys * 3 / 4
+    recomputed = ClusterCost(load, H100, Mesh(context=4, shard=2), recomputed=1.0)
+    assert [flow.sent for flow in recomputed.collectives if "keys and" in flow.name] == [sent]
+    assert cost.memory.parameters == rank_memory(load, Mesh(shard=8)).parameters
+    alone = ClusterCost(load, H100, Mesh(shard=2))
+    assert cost.parts["attention"] == alone.parts["attention"] / 4 * (2 - 1 / 4)
+
+
 @pytest.mark.long
 def test_405b_on_1024_ranks_holds_396_million_parameters_each() -> None:
     memory = rank_memory(measured("405B", NVFP4(), GB200, tensor=8), Mesh(shard=128, tensor=8))
@@ -342,7 +358,7 @@ def test_every_gpu_has_links(gpu: Gpu) -> None:
 
 def group(gpu: Gpu, size: int, stride: int) -> Collectives:
     """Ranks whose numbers differ by `stride`."""
-    return Collectives("weight gathers", "shard", Mesh(tensor=stride, shard=size), gpu)
+    return Collectives("weight gathers", "weight_ranks", Mesh(tensor=stride, shard=size), gpu)
 
 
 def test_a_group_within_a_domain_uses_nvlink_and_one_beyond_the_network() -> None:

@@ -1,0 +1,152 @@
+"""Context parallelism: ranks that each have a chunk of every sequence.
+
+Of n ranks the one with index r has the tokens r·T/n … (r + 1)·T/n − 1. All parts of a model but
+attention act on each token alone. Before the product of attention the keys and values of all chunks
+are gathered along time, as in Llama 3 (arXiv:2407.21783, section 3.3.2); a rank takes those up to
+its own last token. They are freed after the product and gathered again in backward. Each rank then
+sends every other one the gradients for that one's keys and values, which adds up the chunks' from
+the last to the first: the order in which autograd adds those of one process that passes the chunks
+one after another. So n ranks have its bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from fp4train.backends import widened
+from fp4train.models.common.cache import seen_mask
+from fp4train.nn.ranks import Ranks
+
+
+class SequenceRanks:
+    """The ranks that share every sequence.
+
+    Args:
+        recomputes: whether backward runs the blocks again, so that nothing gathered is kept.
+    """
+
+    def __init__(self, ranks: Ranks, *, recomputes: bool) -> None:
+        self.ranks = ranks
+        self._recomputes = recomputes
+        self._mask: Tensor | None = None
+
+    def until_here(self, x_BT: Tensor | None) -> Tensor | None:
+        """bool [B, (r + 1)·T]: x of the chunks up to this rank's, from bool [B, T] of each."""
+        if x_BT is None:
+            return None
+        chunks = self.ranks.gather_rows(x_BT.byte()[None])[: self.ranks.rank + 1]
+        return chunks.movedim(0, 1).flatten(1).bool()
+
+    def attended(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        """Attention of this rank's queries [B, H, T, E] over the tokens up to each; keys and values
+        [B, H', T, E] are those of its chunk.
+
+        Args:
+            mask: bool [B, 1, T, (r + 1)·T], of the tokens that each one attends to; None: all.
+        """
+        if torch.compiler.is_dynamo_compiling():
+            from fp4train.precision import compile_context
+
+            compiled: Tensor = compile_context.call(self._attended, q, k, v, mask)
+            return compiled
+        return self._attended(q, k, v, mask)
+
+    def _attended(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        keys, values = _Gathered.apply(k, v, self.ranks)  # type: ignore[no-untyped-call]
+        if mask is None and self.ranks.rank:
+            mask = self._causal_mask(q, keys.shape[2])
+        with self._freed(k, v, keys, values):
+            return widened(
+                F.scaled_dot_product_attention,
+                q,
+                keys,
+                values,
+                attn_mask=mask,
+                is_causal=mask is None,
+                enable_gqa=q.shape[1] != k.shape[1],
+            )
+
+    def _causal_mask(self, q: Tensor, seen: int) -> Tensor:
+        """`seen_mask` as terms of the scores, in the dtype of q: torch would make these of it in
+        every layer, and keep them for backward.
+        """
+        shape = (q.shape[2], seen)
+        if self._mask is None or (self._mask.shape, self._mask.dtype) != (shape, q.dtype):
+            attends = seen_mask(*shape, q.device)
+            assert attends is not None
+            self._mask = q.new_zeros(shape).masked_fill(~attends, -torch.inf)
+        return self._mask
+
+    @contextmanager
+    def _freed(self, k: Tensor, v: Tensor, keys: Tensor, values: Tensor) -> Iterator[None]:
+        """A context of the product, which keeps the chunk's keys and values in place of the gathered
+        ones.
+        """
+        if self._recomputes or not torch.is_grad_enabled():
+            yield
+            return
+        again = _GatheredAgain(k.detach(), v.detach(), self.ranks)
+
+        def pack(x: Tensor) -> Tensor | Callable[[], Tensor]:
+            if (x.shape, x.dtype) == (keys.shape, keys.dtype):
+                for which, gathered in enumerate((keys, values)):
+                    if x.is_set_to(gathered):
+                        return partial(again, which)
+            return x
+
+        def unpack(kept: Tensor | Callable[[], Tensor]) -> Tensor:
+            return kept if isinstance(kept, Tensor) else kept()
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            yield
+
+
+class _GatheredAgain:
+    """Keys (0) or values (1) of all chunks for one backward pass: both are gathered when the first
+    of them is asked for, in whatever order an operator does.
+    """
+
+    def __init__(self, k: Tensor, v: Tensor, ranks: Ranks) -> None:
+        self._own = (k, v)
+        self._ranks = ranks
+        self._left: dict[int, Tensor] = {}
+
+    def __call__(self, which: int) -> Tensor:
+        if which not in self._left:
+            self._left = dict(enumerate(_gathered(*self._own, self._ranks)))
+        return self._left.pop(which)
+
+
+def _gathered(k: Tensor, v: Tensor, ranks: Ranks) -> tuple[Tensor, Tensor]:
+    """Keys and values [B, H, (r + 1)·T, E] of the chunks up to this rank's."""
+    own = torch.stack((k, v))
+    chunks = ranks.gather_rows(own).view(ranks.size, *own.shape)
+    keys, values = chunks[: ranks.rank + 1].movedim(0, 3).flatten(3, 4)
+    return keys, values
+
+
+class _Gathered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, k: Tensor, v: Tensor, ranks: Ranks) -> tuple[Tensor, Tensor]:
+        ctx.ranks = ranks
+        return _gathered(k, v, ranks)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor, None]:
+        rank: int = ctx.ranks.rank
+        later: int = ctx.ranks.size - rank
+        chunks = torch.stack(torch.stack((dk, dv)).chunk(rank + 1, 3))
+        sent = [1] * (rank + 1) + [0] * (later - 1)
+        *earlier, total = ctx.ranks.exchange(chunks, sent, [0] * rank + [1] * later)
+        for chunk in reversed(earlier):
+            total = total + chunk
+        return total[0], total[1], None

@@ -1,0 +1,135 @@
+"""Context parallelism: n ranks that share every sequence equal one rank that passes its n chunks one
+after another.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from chunks import in_chunks
+from patches import DIES_AT_3, GRAPHS
+
+Ranks = Any
+ALL = ("policy=all", "train.seq_len=64", "train.microbatch=2", "train.batch_size=2")
+RECIPES = ("nvfp4", "mxfp8", "fp8_current")
+OLMO = ("model=olmo2_tiny", "model.kv_heads=2", "recipe=nvfp4")
+MOE = (
+    "model=moe_tiny",
+    "model.experts.count=4",
+    "model.experts.hidden=32",
+    "model.balance.loss=0.01",
+    "recipe=nvfp4",
+)
+DOCUMENTS = ("train.document_mask=true", "recipe=nvfp4")
+
+
+def close(ranks: Ranks, one: str | Path, other: str, rel: float) -> None:
+    """Losses and norms of all steps."""
+    pairs = list(zip(ranks.losses(one), ranks.losses(other), strict=True))
+    assert len(pairs) >= 3
+    for a, b in pairs:
+        for key in ("train/loss", "train/grad_norm", "val/loss", "val/loss_recipe"):
+            assert b.get(key, 0) == pytest.approx(a.get(key, 0), rel=rel), (a["step"], key)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param((f"recipe={r}",), id=r, marks=() if r == "nvfp4" else pytest.mark.long)
+        for r in (*RECIPES, "bf16")
+    ]
+    + [
+        pytest.param(options, id=name, marks=pytest.mark.long)
+        for name, options in {
+            "olmo2": OLMO,
+            "experts": MOE,
+            "documents": DOCUMENTS,
+            "recomputed": ("recipe=nvfp4", "model.recompute=true"),
+            "recomputed documents": (*DOCUMENTS, "model.recompute=true"),
+        }.items()
+    ],
+)
+def test_two_ranks_are_two_chunks(ranks: Ranks, options: tuple[str, ...]) -> None:
+    ranks.train(2, "two", *ALL, *options, "parallel.cp=2")
+    reference = ranks.reference(*ALL, *options, patch=in_chunks(2))
+    if options is not MOE:  # whose lead logs the balance of chunks
+        assert ranks.losses(reference) == ranks.losses("two")
+    assert ranks.state(reference) == ranks.state("two")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_four_ranks_that_sum_in_order_are_four_chunks(ranks: Ranks, recipe: str) -> None:
+    options = (*ALL, f"recipe={recipe}", "train.seq_len=128")
+    ranks.train(4, "four", *options, "parallel.cp=4", "parallel.reduce=ordered")
+    reference = ranks.reference(*options, patch=in_chunks(4))
+    assert ranks.state(reference) == ranks.state("four")
+    close(ranks, reference, "four", 1e-6)
+
+
+@pytest.mark.long
+def test_parts_of_a_batch_and_chunks_that_sum_in_order_are_microbatches_of_chunks(
+    ranks: Ranks,
+) -> None:
+    options = ("policy=all", "train.seq_len=64", "train.microbatch=2", "recipe=nvfp4")
+    options = (*options, "train.kernels=torch")  # microbatches are summed as chunks are
+    ranks.train(4, "four", *options, "parallel.cp=2", "parallel.reduce=ordered")
+    reference = ranks.reference(*options, patch=in_chunks(2))
+    assert ranks.state(reference) == ranks.state("four")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("recipe", ["fp32", "bf16"])
+def test_in_high_precision_chunks_are_the_whole_sequence_but_for_the_order_of_sums(
+    ranks: Ranks, recipe: str
+) -> None:
+    options = (*ALL, f"recipe={recipe}", "train.seq_len=128")
+    ranks.train(4, "four", *options, "parallel.cp=4")
+    close(ranks, ranks.reference(*options), "four", 1e-6 if recipe == "fp32" else 2e-3)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        ("parallel.pp=2",),
+        ("parallel.pp=2", "parallel.pp_schedule=interleaved", "model.layers=4"),
+        ("parallel.dp_replicate=2", "parallel.dp_shard=1"),
+        ("train.compile=true",),
+    ],
+    ids=["stages", "interleaved", "replicas", "compiled"],
+)
+def test_beside_other_cuts_ranks_share_sequences_alike(ranks: Ranks, mesh: tuple[str, ...]) -> None:
+    options = ("policy=all", "train.seq_len=64", "train.microbatch=2", "recipe=nvfp4")
+    layers = tuple(word for word in mesh if word.startswith("model."))
+    count = 2 if "train.compile=true" in mesh else 4
+    ranks.train(count, "more", *options, *mesh, "parallel.cp=2", patch=GRAPHS)
+    reference = ranks.reference(*options, *layers, "parallel.cp=2", count=2)
+    if "parallel.dp_replicate=2" in mesh:
+        close(ranks, reference, "more", 1e-2)
+    else:
+        ranks.same(reference, "more")
+
+
+@pytest.mark.long
+def test_beside_tensor_parallelism_losses_are_those_of_chunks(ranks: Ranks) -> None:
+    options = (*ALL, "recipe=fp32", "model.kv_heads=2")
+    ranks.train(4, "four", *options, "parallel.cp=2", "parallel.tp=2")
+    close(ranks, ranks.reference(*options), "four", 1e-5)
+
+
+@pytest.mark.long
+def test_a_run_goes_on_with_other_chunks(ranks: Ranks) -> None:
+    """In FP32, whose digits do not depend on chunks; and with the same ones in every bit."""
+    options = (*ALL, "recipe=fp32", "train.seq_len=128")
+    saved = (*options, "checkpoint.every=2")
+    ranks.train(4, "moved", *saved, "parallel.cp=4", patch=DIES_AT_3)
+    ended = ranks(2, "resume=runs/moved", "parallel.cp=2")
+    assert ended.codes == [0, 0], ended.err
+    close(ranks, ranks.reference(*options), "moved", 1e-6)
+    ranks.train(2, "whole", *ALL, "recipe=nvfp4", "parallel.cp=2")
+    ranks.train(
+        2, "parts", *ALL, "recipe=nvfp4", "parallel.cp=2", "checkpoint.every=2", patch=DIES_AT_3
+    )
+    ranks.train(2, "parts", *ALL, "recipe=nvfp4", "parallel.cp=2", "checkpoint.every=2")
+    ranks.same("whole", "parts")
