@@ -39,7 +39,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from fp4train.data.schedule import MASK64, PartSchedule, mix, splitmix64
+from fp4train.data.schedule import MASK64, PartSchedule, first_steps, mix, splitmix64
 from fp4train.data.stream import IGNORED, Rows, Stream, shown_passes
 from fp4train.data.token_array import TokenArray, TokenPart
 from fp4train.errors import DataError
@@ -136,14 +136,8 @@ class Loader(Stream):
             DataError: stages are not in order, or a part is too small for them.
         """
         stages = [(0, tuple(part.share for part in self.parts))]
-        last = -1
-        for number, (start, shares) in enumerate(self.tokens.stages):
-            step = start if isinstance(start, int) else round(start * steps)
-            if step <= last:
-                raise DataError(
-                    f"data.stages[{number}].start={start} is step {step}, and the stage "
-                    f"before it begins at step {last}: each begins later than the one before"
-                )
+        first = first_steps((start for start, _ in self.tokens.stages), steps)
+        for number, (step, (_, shares)) in enumerate(zip(first, self.tokens.stages, strict=True)):
             if step >= steps:
                 _log.warning(
                     "data.stages[%d] never begins: its first step would be %d of a run of %d",
@@ -151,7 +145,6 @@ class Loader(Stream):
                     step,
                     steps,
                 )
-            last = step
             if step <= begun:
                 stages = []
             stages.append((max(step - begun, 0) * self.batch_size, shares))

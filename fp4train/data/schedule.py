@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from fp4train.data.stored import Places
 from fp4train.data.stream import ENDLESS
+from fp4train.errors import DataError
 
 MASK64 = (1 << 64) - 1
 
@@ -35,6 +36,27 @@ def mix(half: npt.NDArray[np.uint64], key: int) -> npt.NDArray[np.uint64]:
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return z ^ (z >> np.uint64(31))
+
+
+def first_steps(starts: Iterable[int | float], steps: int) -> list[int]:
+    """The first step of each stage of a run of so many steps.
+
+    Args:
+        starts: steps, or shares of the run, as `data.stages` has them.
+
+    Raises:
+        DataError: they are not in order.
+    """
+    first: list[int] = []
+    for number, start in enumerate(starts):
+        step = start if isinstance(start, int) else round(start * steps)
+        if first and step <= first[-1]:
+            raise DataError(
+                f"data.stages[{number}].start={start} is step {step}, and the stage "
+                f"before it begins at step {first[-1]}: each begins later than the one before"
+            )
+        first.append(step)
+    return first
 
 
 class PartStage:

@@ -14,6 +14,8 @@ from torch import nn
 from fp4train.config import Config
 from fp4train.data.cache import CacheEntry
 from fp4train.data.loader import RunRows
+from fp4train.data.mixture import Mixture
+from fp4train.data.schedule import first_steps
 from fp4train.data.source import RunData
 from fp4train.errors import UserError, user_errors
 from fp4train.files import Folder
@@ -139,6 +141,8 @@ def build(origin: Origin, world: World | None = None) -> Run:
     world = world or World(device=choose_device(config.device))
     with world.same_outcome():  # all that is only read
         checks.check_cut(config, world.mesh)
+        if isinstance(config.data, Mixture):  # before its text is tokenised
+            first_steps((stage.start for stage in config.data.stages), config.train.steps)
         _ = origin.text  # refused where it is too long to be read again
         timeline = origin.timeline(mend_records=world.lead)
         check_teacher_source(config, world.mesh, origin.tokenizer_of)

@@ -1,5 +1,6 @@
 """A run that is ready to train: model, data, plan, optimizer, and the step that it has reached."""
 
+import logging
 import math
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
@@ -40,7 +41,10 @@ from fp4train.run.timeline import Course
 from fp4train.shards import RowOrder
 from fp4train.text import counted, first_line
 
-DRAWN = "drawn"
+_log = logging.getLogger(__name__)
+
+STAGES = "data_stages"
+VOCABULARY = "vocabulary"
 BEGUN = "data_begun"
 """Keys of a checkpoint's state."""
 
@@ -144,6 +148,12 @@ class Run:
         """`Stream.drawn` of training, before the current batch."""
         training = self.data.training
         return training.drawn(self.batch_index * training.batch_size)
+
+    def _stages(self) -> list[list[Any]]:
+        """The first batch of each stage of the data, and the shares of the parts."""
+        training = self.data.training
+        stages = getattr(training, "stages", ())
+        return [[first // training.batch_size, list(shares)] for first, shares in stages]
 
     def shares(self, step: int) -> dict[str, float]:
         """The shares of the parts of a mixture in the batch of a step, or in their first one."""
@@ -283,7 +293,8 @@ class Run:
         return {
             **states,
             BEGUN: self.data.begun,
-            DRAWN: self.drawn(),
+            STAGES: self._stages(),
+            VOCABULARY: self.data.training.vocab_size,
             "data": self.data.fingerprint,
             "run": {"id": journal.identity},
             "history": journal.last,
@@ -367,14 +378,24 @@ class Run:
                 "give the run the data that it began with, or go on with others as a branch "
                 "(run.name=NEW data=…)"
             )
-        drawn = self.drawn()
-        if not other_data and saved.state.get(DRAWN, drawn) != drawn:
+        size = self.data.training.vocab_size
+        if saved.state.get(VOCABULARY, size) != size:
+            raise UserError(
+                f"{saved.path} was trained on {saved.state[VOCABULARY]} token ids, and these data "
+                f"have {size}: other data need the token ids of the run's own"
+            )
+        stages = self._stages()
+        before: Any = stages if other_data else saved.state.get(STAGES, stages)
+        at = self.batch_index
+        if [stage for stage in before if stage[0] < at] != [s for s in stages if s[0] < at]:
             raise UserError(
                 f"{saved.path} was trained in other stages than data.stages has before step "
                 f"{saved.step}: leave those as they were, and change what begins later (a start "
                 "that is a share of the run is another step where train.steps changes: name the "
                 "step)"
             )
+        if (now := [stage[0] for stage in stages]) != (then := [stage[0] for stage in before]):
+            _log.warning("data.stages begin at batches %s from here on, not %s", now, then)
         self._check_bits(saved)
         if self.teacher is None:
             teacher = None

@@ -10,6 +10,8 @@ import pytest
 from command_line import TINY, Cli, Outcome, StopAt, besides, lines, losses
 from shown import commands, write_shown
 
+from fp4train.exchange import evaluation, held_out, load_trained
+
 WORDS = (
     *("--config-dir", "mine", "data=blend"),
     *("train.steps=4", "checkpoint.every=2", "eval.every=2", "phases=none"),
@@ -87,6 +89,21 @@ def test_shares_passes_and_the_loss_of_each_source_are_logged(cli: Cli) -> None:
     assert early["val/loss/prose"] != early["val/loss/rows"] != late["val/loss/rows"]
 
 
+def test_the_loss_of_a_part_is_that_of_its_source_alone_on_as_many_batches(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert tiny(cli, "run.name=a", *WORDS, "eval.batches=2").code == 0
+    trained = load_trained(Path("runs/a"))
+    last = [line for line in lines("runs/a") if "val/loss" in line][-1]
+    for name, part in trained.config.data.parts.items():  # type: ignore[attr-defined]
+        source = part.source
+        monkeypatch.setattr(
+            evaluation, "data_of", lambda trained, source=source: source.build(Path("x"), 32, 0)
+        )
+        (score,) = held_out(trained, [trained.high_precision], 2)
+        assert score.values["loss"] == last[f"val/loss/{name}"], name
+
+
 def test_stages_to_come_and_other_data_follow_by_the_commands_of_the_page(
     cli: Cli, stop_at: StopAt
 ) -> None:
@@ -129,6 +146,48 @@ def test_stages_to_come_and_other_data_follow_by_the_commands_of_the_page(
     )
     (late,) = (line for line in lines("runs/again") if line["step"] == 12 and "val/loss" in line)
     assert late["data/passes/more"] == pytest.approx(8 / 427)
+
+
+PARTS = (
+    "data=mixture",
+    "data.parts={a:{source:{_target_:fp4train.data.Text,path:texts,cache_dir:cache}},"
+    "b:{source:{_target_:fp4train.data.Text,path:more,cache_dir:cache}}}",
+    "phases=none",
+)
+
+
+def stages(*starts_and_parts: tuple[int | float, str]) -> str:
+    listed = ",".join(f"{{start:{start},weights:{{{part}:1}}}}" for start, part in starts_and_parts)
+    return f"data.stages=[{listed}]"
+
+
+def test_past_stages_that_were_swapped_are_refused_and_coming_ones_that_move_are_told(
+    cli: Cli,
+) -> None:
+    words = (*PARTS, stages((1, "a"), (2, "b"), (0.75, "a")), "train.steps=8")
+    assert tiny(cli, "run.name=a", *words, "checkpoint.every=3", "checkpoint.keep=9").code == 0
+    ended = ("resume=runs/a", "resume_step=3", "run.name=b")
+    swapped = cli.raw(*ended, stages((1, "b"), (2, "a"), (0.75, "a")))
+    assert swapped.code == 1 and "trained in other stages than data.stages has" in swapped.message
+    told = "data.stages begin at batches [0, 1, 2, 9] from here on, not [0, 1, 2, 6]"
+    longer = cli.raw(*ended, "train.steps=12")
+    assert longer.code == 0 and told in longer.err
+    assert "data.stages begin at" not in cli.raw(*ended[:2], "run.name=c").err
+
+
+def test_stages_out_of_order_are_refused_before_any_text_is_tokenised(cli: Cli) -> None:
+    ended = tiny(cli, "run.name=a", *PARTS, stages((3, "a"), (0.5, "b")), "train.steps=4")
+    assert ended.code == 1 and "data.stages[1].start=0.5 is step 2" in ended.message
+    assert not Path("cache").exists() and not Path("runs/a").exists()
+
+
+def test_other_data_whose_ids_are_more_but_pad_alike_are_refused(cli: Cli) -> None:
+    text = ("data=text", "data.path=texts", "data.cache_dir=cache", "train.steps=1", "phases=none")
+    assert tiny(cli, "run.name=a", *text).code == 0
+    ids = ("data=tokens", "data.path=train.bin", "data.vocab_size=258", "train.steps=2")
+    ended = cli.raw("resume=runs/a", "run.name=b", *ids)
+    assert ended.code == 1
+    assert "was trained on 257 token ids, and these data have 258" in ended.message
 
 
 def test_a_mixture_is_written_on_the_command_line_too(cli: Cli) -> None:
