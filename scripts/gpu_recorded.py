@@ -48,10 +48,15 @@ from fp4train.quantize.launch import Launch
 from fp4train.quantize.quantizer import quantizer
 from fp4train.train import enter_stretch, train_step
 
+Operand = Decoded | Quantized
 SMALL = 1 << 16
 """Elements of tensors that are computed: numbers, scales and counters, which decide what is
 launched.
 """
+
+
+UNAUDITED = ("audit.every=0", "audit.sums=0")
+"""Runs on a GPU compare no layers."""
 
 
 class Uncomputed(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -116,6 +121,9 @@ class Launches:
         """In the place of `Launch.__call__`."""
         self.texts[json.dumps(record_of(launch, pointers, words), sort_keys=True)] = None
 
+    def multiplied(self) -> None:
+        """A library's product."""
+
 
 def record_of(launch: Launch, pointers: Sequence[Tensor], words: tuple[Any, ...]) -> dict[str, Any]:
     """A launch as `gpu_compile.py` reads it."""
@@ -159,8 +167,18 @@ def as_on_a_gpu(launches: Launches, processors: int) -> Iterator[None]:
     """
 
     def product(a: Tensor, b: Tensor, *_: Any, **options: Any) -> Tensor:
+        launches.multiplied()
         dtype = options.get("out_dtype") or options.get("output_dtype")
         return a.new_empty((a.shape[0], b.shape[1]), dtype=dtype)
+
+    def multiply(*_: object) -> None:
+        launches.multiplied()
+
+    def asked(products: scaled.ScaledProducts, device: torch.device) -> SimpleNamespace | None:
+        return None if products._way == "triton" else SimpleNamespace(multiply=multiply)
+
+    def emulated(_: Emulate, a: Operand, b: Operand, **options: Any) -> Tensor:
+        return emulated_product(launches, a, b, **options)
 
     forget_plans()
     with ExitStack() as stack:
@@ -179,7 +197,7 @@ def as_on_a_gpu(launches: Launches, processors: int) -> Iterator[None]:
             (native, "why_not_blocks", lambda *_: None),
             (torch.nn.functional, "scaled_mm", product),
             (torch, "_scaled_mm", product),
-            (Emulate, "product", emulated_product),
+            (Emulate, "product", emulated),
             (
                 Emulate,
                 "_in_product",
@@ -188,7 +206,7 @@ def as_on_a_gpu(launches: Launches, processors: int) -> Iterator[None]:
             (engine, "ADDING", frozenset({"cpu"})),
             (scaled, "why_not_here", lambda device: None),
             (scaled, "processors", lambda device: processors),
-            (scaled.ScaledProducts, "_cublas_on", unasked_cublas),
+            (scaled.ScaledProducts, "_cublas_on", asked),
             (initialise, "fill_normal", lambda *_: None),
         ):
             stack.enter_context(patch.object(place, name, instead))
@@ -201,18 +219,20 @@ def forget_plans() -> None:
     quantizer.cache_clear()
     scaled._plan_product.cache_clear()
     scaled._plan_factors.cache_clear()
+    scaled._plan_two_factors.cache_clear()
+    scaled._plan_corrections.cache_clear()
 
 
-def decoded(operand: Decoded | Quantized) -> Decoded:
+def decoded(operand: Operand) -> Decoded:
     if isinstance(operand, Quantized):
         return quantizer(operand.spec, "cpu").decode(operand)
     return operand
 
 
 def emulated_product(
-    self: Emulate,
-    a: Decoded | Quantized,
-    b: Decoded | Quantized,
+    launches: Launches,
+    a: Operand,
+    b: Operand,
     *,
     out_dtype: torch.dtype,
     bias: Tensor | None = None,
@@ -224,21 +244,23 @@ def emulated_product(
         if bias is not None:
             bias = bias.to(out_dtype)
         return SCALED.product(x, y, out_dtype=out_dtype, bias=bias)
+    launches.multiplied()
     return x.values.new_empty((len(x.values), len(y.values)), dtype=out_dtype)
 
 
-def unasked_cublas(products: scaled.ScaledProducts, device: torch.device) -> SimpleNamespace | None:
-    """A cuBLAS that multiplies nothing."""
-    return None if products._way == "triton" else SimpleNamespace(multiply=lambda *_: None)
-
-
-def training_steps(words: list[str]) -> None:
-    """Two steps of a run whose model has one block."""
+def training_steps(
+    words: list[str],
+    layers: int = 1,
+    mode: Callable[[], TorchDispatchMode] = Uncomputed,
+    at_step: Callable[[int], None] = lambda step: None,
+) -> None:
+    """Two steps of a run whose model has so many blocks; `at_step` sees which begins."""
     with real_vocabulary(seq_len=2048) as data:
-        keys = [*words, *data, "model.layers=1", "policy=all"]
-        with Uncomputed(), built_run(torch.device("cpu"), keys) as (run, _):
+        keys = [*words, *data, f"model.layers={layers}", "policy=all", *UNAUDITED]
+        with mode(), built_run(torch.device("cpu"), keys) as (run, _):
             enter_stretch(run, None)
             for _ in range(2):
+                at_step(run.step)
                 train_step(run, run.course.plan.at(run.step).recipe)
                 run.step += 1
                 run.mid_update = False

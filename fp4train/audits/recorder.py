@@ -250,6 +250,7 @@ class ObservedBackend:
         self._recorder = recorder
         self.name = backend.name
         self.takes_codes = backend.takes_codes
+        self.both = None
         self.takes_tiles = backend.takes_tiles
         self.adds = backend.adds
 

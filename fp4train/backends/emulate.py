@@ -112,6 +112,29 @@ class Emulate:
         else:
             total_RS += self.product(a, b, out_dtype=total_RS.dtype)
 
+    def both(
+        self,
+        first: tuple[Prepared, Prepared],
+        second: tuple[Prepared, Prepared],
+        dtypes: tuple[torch.dtype, torch.dtype],
+        total_RS: Tensor | None,
+    ) -> tuple[Tensor, Tensor] | None:
+        """Both products of a backward pass on a GPU, of fewer launches than apart; the second is
+        added to `total_RS` where there is one. None: they are to be made apart.
+        """
+        a, b, c, d = (decoded(x) if isinstance(x, Quantized) else x for x in (*first, *second))
+        if scaled.why_not(a, b, dtypes[0]) or scaled.why_not(c, d, dtypes[1]):
+            return None
+        if total_RS is not None and not self._in_product(total_RS, c, d):
+            return None
+        out = a.values.new_empty((len(a.values), len(b.values)), dtype=dtypes[0])
+        other = total_RS
+        if other is None:
+            other = c.values.new_empty((len(c.values), len(d.values)), dtype=dtypes[1])
+        if not SCALED.both((a, b), out, (c, d), other, adds=total_RS is not None):
+            return None
+        return out, other
+
     def _in_product(self, total_RS: Tensor, a: Decoded, b: Decoded) -> bool:
         return (
             total_RS.is_cuda
@@ -130,6 +153,7 @@ class TorchGemm(Emulate):
     """torch's GEMM, for operands that are not quantised, in their dtype."""
 
     name = "torch"
+    both = None  # type: ignore[assignment]
 
     def why_not(self, table: Table, gemm: str, layer: Shape, device: Device) -> str | None:
         if table[gemm].quantised:

@@ -157,6 +157,7 @@ class Native:
     name = "native"
     takes_codes = takes_tiles = True
     adds = False
+    both = None
 
     def __init__(self, *, fast: bool = False) -> None:
         self.fast = fast
@@ -377,7 +378,10 @@ def _product_of_blocks(
     # cuBLAS multiplies the accumulator by one number; one per row is applied to the float32
     # product.
     inside = (a_factor is None or not a_factor.dim()) and (b_factor is None or not b_factor.dim())
-    plain = bias is None and inside
+    added = None
+    if bias is not None and inside and out_dtype != torch.float32 and columns == b.shape[0]:
+        added = bias.to(out_dtype)
+    plain = inside and (bias is None or added is not None)
     x_scales, x_scaling, x_swizzle = _scales(a, kind, a_factor if inside else None)
     w_scales, w_scaling, w_swizzle = _scales(b, kind, b_factor if inside else None)
     y = F.scaled_mm(
@@ -389,6 +393,7 @@ def _product_of_blocks(
         w_scaling,
         x_swizzle,
         w_swizzle,
+        bias=added,
         output_dtype=out_dtype if plain else torch.float32,
         use_fast_accum=False,
     )

@@ -42,6 +42,12 @@ class Backend(Protocol):
     adds: bool
     """Whether `add` is one product on GPUs; else a product and a sum."""
 
+    @property
+    def both(self) -> Any:
+        """Method that makes the two products of a backward pass on a GPU of fewer launches, or
+        returns None (`Emulate.both`); None: the backend has none.
+        """
+
     def why_not(self, table: Table, gemm: str, layer: Shape, device: Device) -> str | None:
         """Why it cannot run `gemm` of `table` in a layer of this shape on `device`; None if it
         can.

@@ -24,6 +24,7 @@ class Reference:
     takes_codes = True
     takes_tiles = False
     adds = False
+    both = None
 
     def why_not(self, table: Table, gemm: str, layer: Shape, device: Device) -> str | None:
         """None: the reference supports every spec."""

@@ -39,7 +39,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -154,44 +154,64 @@ class ScaledProducts:
             device, "a CUDA graph is captured, and cuBLAS was not compared before"
         )
 
+    def both(
+        self,
+        first: tuple[Decoded, Decoded],
+        out: Tensor,
+        second: tuple[Decoded, Decoded],
+        other_out: Tensor,
+        *,
+        adds: bool,
+    ) -> bool:
+        """Write the product of the first operands, and write that of the second or add it, as
+        `product` and `add` do; what surrounds those of cuBLAS is launched once for both.
+
+        Returns:
+            Whether they were made: not where cuBLAS does not make both.
+        """
+        term = _checked(*first, out, adds=False)
+        other = _checked(*second, other_out, adds=adds)
+        library = None
+        if term.by_cublas and other.by_cublas:
+            library = self._cublas_on(out.device)
+        if library is None:
+            return False
+        device = out.device
+        factors, other_factors = torch.empty(2, 4, dtype=torch.float32, device=device).unbind()
+        marks = other.marks()
+        kinds = term.kinds + other.kinds
+        plan_factors = _plan_two_factors(kinds, other.added, device)
+        plan_factors(*term.scales, factors, *other.scales, other_out, marks, other_factors)
+        library.multiply(term.x, term.y, factors, out)
+        library.multiply(other.x, other.y, other_factors, other_out)
+        plan = _plan_corrections(term.shape, other.shape, device)
+        plan(term.x, term.y, *term.scales, out, other.x, other.y, *other.scales, marks, other_out)
+        if adds:
+            increment_version(other_out)
+        return True
+
     def _multiply(
         self, a: Decoded, b: Decoded, out: Tensor, bias: Tensor | None, *, adds: bool
     ) -> None:
-        kinds = _kind(a.scale), _kind(b.scale)
-        x = a.values
-        y = b.values
-        if x.shape[1] != y.shape[1]:
-            raise ValueError(
-                f"operands {tuple(x.shape)} and {tuple(y.shape)} differ in their columns"
-            )
-        if out.shape != (len(x), len(y)):
-            shapes = f"operands {tuple(x.shape)} and {tuple(y.shape)}"
-            raise ValueError(
-                f"a sum of shape {tuple(out.shape)} does not fit {shapes}: {(len(x), len(y))} "
-                "is needed"
-            )
         if bias is not None:
-            if bias.shape != (len(y),):
-                shapes = f"{tuple(bias.shape)} does not fit operand b {tuple(y.shape)}"
-                raise ValueError(f"a bias of shape {shapes}: {(len(y),)} is needed")
+            if bias.shape != (len(b.values),):
+                shapes = f"{tuple(bias.shape)} does not fit operand b {tuple(b.values.shape)}"
+                raise ValueError(f"a bias of shape {shapes}: {(len(b.values),)} is needed")
             bias = bias.contiguous()
-        scale = next(scale for scale in (a.scale, b.scale) if scale is not None)
-        scales = scale if a.scale is None else a.scale, scale if b.scale is None else b.scale
+        term = _checked(a, b, out, adds=adds)
         library = None
-        if "row" not in kinds and bias is None and cublas.takes(x) and cublas.takes(y):
-            library = self._cublas_on(x.device)
+        if bias is None and term.by_cublas:
+            library = self._cublas_on(out.device)
         marks = out  # what is not read lies where all of them do
         if library is not None:
-            factors = torch.empty(2, dtype=torch.float32, device=x.device)
-            if adds:
-                marks = torch.empty(out.shape, dtype=torch.uint8, device=x.device)
-            plan_factors = _plan_factors(kinds, out.numel() if adds else 0, x.device)
-            plan_factors(*scales, out, marks, factors)
-            library.multiply(x, y, factors, out)
-        sizes = (*x.shape, len(y), *x.stride(), *y.stride())
-        operands = x.dtype, out.dtype, None if bias is None else bias.dtype
-        plan = _plan_product(sizes, operands, kinds, adds, library is not None, x.device)
-        plan(x, y, *scales, out if bias is None else bias, marks, out)
+            factors = torch.empty(2, dtype=torch.float32, device=out.device)
+            marks = term.marks()
+            plan_factors = _plan_factors(term.kinds, term.added, out.device)
+            plan_factors(*term.scales, out, marks, factors)
+            library.multiply(term.x, term.y, factors, out)
+        added = None if bias is None else bias.dtype
+        plan = _plan_product(term.shape, added, library is not None, out.device)
+        plan(term.x, term.y, *term.scales, out if bias is None else bias, marks, out)
 
     def _cublas_on(self, device: torch.device) -> cublas.Cublas | None:
         """cuBLAS, if its products of integers are right; compared before the first product of this
@@ -212,6 +232,70 @@ class ScaledProducts:
                     self._cublas[device] = None
                     self._refusals[device] = str(error)
         return self._cublas[device]
+
+
+class _Shape(NamedTuple):
+    """What the kernel of a product depends on.
+
+    sizes: R, C, S, strides of both operands. operands: dtypes of operands and result.
+    """
+
+    sizes: tuple[int, ...]
+    operands: tuple[torch.dtype, torch.dtype]
+    kinds: tuple[ScaleKind, ScaleKind]
+    adds: bool
+
+
+class _Term(NamedTuple):
+    """A product as kernels take it: x·yᵀ into `out`, or added to it."""
+
+    x: Tensor
+    y: Tensor
+    scales: tuple[Tensor, Tensor]
+    out: Tensor
+    shape: _Shape
+
+    @property
+    def kinds(self) -> tuple[ScaleKind, ScaleKind]:
+        return self.shape.kinds
+
+    @property
+    def by_cublas(self) -> bool:
+        """Whether cuBLAS's product takes the operands."""
+        return "row" not in self.kinds and cublas.takes(self.x) and cublas.takes(self.y)
+
+    @property
+    def added(self) -> int:
+        """Numbers to which the product is added."""
+        return self.out.numel() if self.shape.adds else 0
+
+    def marks(self) -> Tensor:
+        """Room for marks of these; where none are, what is not read."""
+        if not self.shape.adds:
+            return self.out
+        return torch.empty(self.out.shape, dtype=torch.uint8, device=self.out.device)
+
+
+def _checked(a: Decoded, b: Decoded, out: Tensor, *, adds: bool) -> _Term:
+    """The product of two operands.
+
+    Raises:
+        ValueError: the shapes do not fit.
+    """
+    x = a.values
+    y = b.values
+    if x.shape[1] != y.shape[1]:
+        raise ValueError(f"operands {tuple(x.shape)} and {tuple(y.shape)} differ in their columns")
+    if out.shape != (len(x), len(y)):
+        shapes = f"operands {tuple(x.shape)} and {tuple(y.shape)}"
+        raise ValueError(
+            f"a sum of shape {tuple(out.shape)} does not fit {shapes}: {(len(x), len(y))} is needed"
+        )
+    scale = next(scale for scale in (a.scale, b.scale) if scale is not None)
+    scales = scale if a.scale is None else a.scale, scale if b.scale is None else b.scale
+    sizes = (*x.shape, len(y), *x.stride(), *y.stride())
+    kinds = _kind(a.scale), _kind(b.scale)
+    return _Term(x, y, scales, out, _Shape(sizes, (x.dtype, out.dtype), kinds, adds))
 
 
 def why_not(a: Decoded, b: Decoded, out_dtype: torch.dtype) -> str | None:
@@ -252,35 +336,44 @@ def _plan_factors(kinds: tuple[ScaleKind, ScaleKind], added: int, device: torch.
 
 
 @lru_cache(MOST_KINDS)
+def _plan_two_factors(kinds: tuple[ScaleKind, ...], added: int, device: torch.device) -> Launch:
+    """As `_plan_factors`, for two products of which the second may be added."""
+    from fp4train.kernels.triton.product import two_product_factors
+
+    single = _plan_factors(kinds[2:], added, device)
+    names = ("FIRST", "SECOND", "THIRD", "FOURTH")
+    constants = {**dict(zip(names, kinds, strict=True)), "ADDS": added > 0}
+    return Launch(two_product_factors, single.programs, single.sizes, constants, warps=1)
+
+
+@lru_cache(MOST_KINDS)
 def _plan_product(
-    sizes: tuple[int, ...],
-    operands: tuple[torch.dtype | None, ...],
-    kinds: tuple[ScaleKind, ScaleKind],
-    adds: bool,
-    corrects: bool,
-    device: torch.device,
+    shape: _Shape, bias: torch.dtype | None, corrects: bool, device: torch.device
 ) -> Launch:
-    """The launch for operands of these sizes (R, C, S, strides) and dtypes of operands, result and
-    bias.
+    """The launch for operands of this shape.
+
+    Args:
+        bias: its dtype; None: there is none.
+        corrects: whether it is made only where cuBLAS's has no factor.
     """
     from fp4train.kernels.triton.product import scaled_product
 
-    rows, depth, cols, *strides = sizes
+    rows, depth, cols, *strides = shape.sizes
     steps = [step for step in strides if step != 1]
     if corrects:
         tile = _SMALL
     else:
-        tile = tile_of((rows, cols, depth), steps, adds, device)
+        tile = tile_of((rows, cols, depth), steps, shape.adds, device)
     tile_rows, tile_cols, tile_depth, warps = tile
     variant = ProductVariant(
         tile_rows=tile_rows,
         tile_cols=tile_cols,
         tile_depth=tile_depth,
         group=_GROUP,
-        first=kinds[0],
-        second=kinds[1],
-        bias=operands[2] is not None,
-        adds=adds,
+        first=shape.kinds[0],
+        second=shape.kinds[1],
+        bias=bias is not None,
+        adds=shape.adds,
         corrects=corrects,
         whole=is_whole((rows, cols, depth), tile),
         hardware=not interpreted(),
@@ -288,6 +381,18 @@ def _plan_product(
     programs = min(processors(device), tiles((rows, cols), tile))
     numbers = (rows, cols, depth, *strides, programs)
     return Launch(scaled_product, programs, numbers, {"P": variant}, warps)
+
+
+@lru_cache(MOST_KINDS)
+def _plan_corrections(first: _Shape, second: _Shape, device: torch.device) -> Launch:
+    """The launch that corrects two products of cuBLAS."""
+    from fp4train.kernels.triton.product import two_scaled_products
+
+    plan, other = (_plan_product(shape, None, True, device) for shape in (first, second))
+    programs = max(plan.programs, other.programs)
+    numbers = (*plan.sizes[:-1], *other.sizes[:-1], programs)
+    variants = {"P": plan.constants["P"], "Q": other.constants["P"]}
+    return Launch(two_scaled_products, programs, numbers, variants, plan.warps)
 
 
 def tile_of(

@@ -114,6 +114,10 @@ class TrainSettings:
             (`Executor.adds`), and AdamW's kernel clips, for which "torch" has a pass of its own
             (`run/step.py`). Losses differ in the last digits there. With train.compile the compiler
             has the blocks, and liger's what lies outside of them.
+        keep_values: whether emulated layers keep what wgrad multiplies of x as values in BF16 for
+            backward, and not as codes (4.5 bits per element in NVFP4, 8.25 in MXFP8), which each
+            layer decodes. The operands are the same; `plan gpu=…` says the memory. Layers that
+            ranks cut, and experts, keep codes.
         document_mask: whether tokens attend within their own document alone, where several are
             packed into a sequence (arXiv:2407.21783, section 3.2). Positions count from the start
             of the sequence; only distances matter.
@@ -136,6 +140,7 @@ class TrainSettings:
     cuda_graph: bool = False
     threads: Annotated[int | None, CHANGES_DIGITS] = None
     kernels: Annotated[str, CHANGES_DIGITS] = "auto"
+    keep_values: Annotated[bool, CHANGES_DIGITS] = False
     document_mask: bool = False
     on_divergence: Annotated[str, CHANGES_NOTHING] = "warn"
     rewinds: Annotated[int, CHANGES_NOTHING] = 5

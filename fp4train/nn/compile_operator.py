@@ -25,6 +25,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from fp4train.backends import Prepared
 from fp4train.nn.call import LayerCall
 from fp4train.nn.engine import ProductExecutor, without_torchs_autocast
 from fp4train.nn.planned import LayerHandle, PlannedLayer
@@ -32,7 +33,6 @@ from fp4train.nn.weights import PreparedWeights
 from fp4train.precision.compile_classes import Metaclass, register
 from fp4train.precision.context import Context, state
 from fp4train.precision.recomputation import is_stray_recomputation, once
-from fp4train.quantize import Quantized
 
 # Each call runs Python code, which sets the random key: a CUDA graph must not replay it.
 _TAGS = (torch.Tag.cudagraph_unsafe,)
@@ -46,7 +46,7 @@ class SavedCall(metaclass=Metaclass):  # type: ignore[metaclass]
     """The data of one call for its backward, except for the tensors that the graph saves."""
 
     call: LayerCall | None = None
-    x: Quantized | None = None
+    x: Prepared | None = None
     calls: list[LayerCall] = field(default_factory=list)
     """The list in which the call is recorded for recomputation."""
 
@@ -86,7 +86,7 @@ def linear(
     saved = SavedCall(call, None, calls)
     stray = is_stray_recomputation(state())
     kept = saved if stray else once(layer, partial(weakref.ref, saved))()
-    if kept is not None and isinstance(x, Quantized) and (stray or not state().replay.records):
+    if kept is not None and not isinstance(x, Tensor) and (stray or not state().replay.records):
         kept.x = x
     return y_MN, saved
 

@@ -25,15 +25,17 @@ from fp4train.backends import LayerState, Prepared, named
 from fp4train.nn.layer_shard import LayerShard
 from fp4train.nn.ranks import local
 from fp4train.precision.layer_plan import LayerPlan
-from fp4train.quantize import Quantized, QuantSpec
+from fp4train.quantize import Decoded, Quantized, QuantSpec
 
-Saved = Sequence[Quantized | Tensor | None]
-"""What backward needs of a forward pass: codes, tensors, or None for what it does not need."""
+Saved = Sequence[Prepared | Tensor | None]
+"""What backward needs of a forward pass: codes, values, tensors, or None for what it does not
+need.
+"""
 PreparedPair = tuple[Prepared | None, Prepared | None]
 """The row-wise and the column-wise form of x or dy; None for what is not asked for."""
 SavedKinds = list[tuple[Any, ...] | None]
-"""The rest of each quantised operand, without its tensors; None: it is a tensor, or is not
-saved.
+"""The rest of each prepared operand, without its tensors: nothing of values; None: it is a tensor,
+or is not saved.
 """
 _TENSORS = len(Quantized._fields) - 2
 """Tensors of a `Quantized`."""
@@ -62,12 +64,19 @@ Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 """dx [M, K], dw [N, K], dbias [N]; None for those not wanted."""
 
 ADDING = frozenset({"cuda"})
-"""Types of devices on which a backend that `adds` makes one product of a product and a sum."""
+"""Types of devices on which a backend that `adds` makes one product of a product and a sum, and
+launches less for two products at once.
+"""
+
+
+def fuses(device: str) -> bool:
+    """Whether devices of this type are among `ADDING`."""
+    return device in ADDING
 
 
 def adds(dtype: torch.dtype, device: str, sums: GradientSum) -> bool:
     """Whether a wgrad that can adds dw to the sum so far, on devices of this type."""
-    return sums == "product" and device in ADDING and dtype is not torch.float32
+    return sums == "product" and fuses(device) and dtype is not torch.float32
 
 
 class CompiledRoute(NamedTuple):
@@ -282,6 +291,9 @@ def flatten(saved: Saved) -> tuple[list[Tensor | None], SavedKinds]:
         if isinstance(operand, Quantized):
             tensors += operand[2:]
             kinds.append(operand[:2])
+        elif isinstance(operand, Decoded):
+            tensors += operand
+            kinds.append(())
         else:
             tensors.append(operand)
             kinds.append(None)
@@ -296,6 +308,8 @@ def unflatten(tensors: Sequence[Any], kinds: SavedKinds) -> list[Any]:
     for kind in kinds:
         if kind is None:
             saved.append(next(remaining))
+        elif not kind:
+            saved.append(Decoded(next(remaining), next(remaining)))
         else:
             saved.append(Quantized(*kind, *islice(remaining, _TENSORS)))
     return saved

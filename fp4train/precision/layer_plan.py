@@ -12,6 +12,7 @@ from functools import cached_property
 from typing import Any
 
 from fp4train.backends import (
+    BACKENDS,
     GEMMS,
     HIGH_PRECISION,
     LAYER_BACKENDS,
@@ -79,6 +80,8 @@ class LayerPlan:
             from the GEMMs above.
         readers: the layers that quantise the same x alike, this one included, as the model says
             (`ParameterSpec.fused`).
+        keeps_values: whether x's form for wgrad is kept for backward as values in BF16, and not as
+            codes that wgrad decodes (`train.keep_values`).
         why_values: why a backend that runs the three GEMMs together must have the weight's values;
             None: it takes codes that were made elsewhere, or each GEMM has its own backend.
     """
@@ -91,6 +94,17 @@ class LayerPlan:
     outliers: LayerPlan | None = None
     readers: tuple[str, ...] = field(default=(), repr=False, compare=False)
     why_values: str | None = field(default=None, repr=False, compare=False)
+    keeps_values: bool = False
+
+    def keeping_values(self) -> LayerPlan:
+        """This plan, which keeps values of x where wgrad multiplies those of codes of its own: not
+        those that ranks gather, of experts, of outlier channels, nor of terms.
+        """
+        x = self.sources["wgrad", "x"]
+        others = self.layer.cut or self.layer.experts or self.recipe.outliers or self.recipe.terms
+        backend = BACKENDS.get(self.wgrad.backend)
+        decodes = x.spec is not None and backend is not None and not backend.takes_codes
+        return replace(self, keeps_values=decodes and x.values is None and not others)
 
     @property
     def why_no_codes(self) -> str | None:

@@ -138,6 +138,7 @@ def make_plan(
     tokens: int,
     device: Device,
     backend: str | Mapping[str, str] = "auto",
+    keep_values: bool = False,
 ) -> Plan:
     """Resolve every GEMM of every layer over the whole run.
 
@@ -147,6 +148,7 @@ def make_plan(
         policy: None: every layer follows the recipe.
         tokens: rows of x in one forward pass.
         backend: one for all layers, or one per layer name.
+        keep_values: whether layers keep values of x (`LayerPlan.keeping_values`).
 
     Raises:
         ValueError: a pattern of the policy matches no layer, or a named backend cannot run a
@@ -166,7 +168,10 @@ def make_plan(
             layer_plan = resolve(
                 layer, stretch.recipe, policy, layer_backend, device, reason=stretch.reason
             )
-            layer_plans[layer.name] = layer_plan.within(stretch)
+            layer_plan = layer_plan.within(stretch)
+            if keep_values:
+                layer_plan = layer_plan.keeping_values()
+            layer_plans[layer.name] = layer_plan
         check_fused(stretch.recipe, layer_plans)
         fields = vars(stretch) | {"reason": stretch.reason + stretch.note}
         stretches.append(PlannedStretch(**fields, layers=layer_plans))

@@ -370,7 +370,7 @@ class TritonQuantizer(Quantizer):
             came.append(amaxes[1])
         if came and (len(came) < sum(plan.needs) or (plan.amax is None and len(came) > 1)):
             return None
-        out = torch.zeros(4, dtype=torch.float32, device=x_MK.device)
+        out = triton_launch.four_zeros(x_MK.device)
         if came:
             out[:2] = torch.stack([amax.reshape(()) for amax in (came[0], came[-1])])
         elif plan.amax is not None:

@@ -9,7 +9,7 @@ nothing here waits for the GPU.
 import math
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any, NamedTuple
@@ -52,6 +52,35 @@ WORDS: Mapping[int, torch.dtype] = {1: torch.uint8, 4: torch.int32, 8: torch.int
 
 Room = Callable[[], Tensor]
 """Makes the memory of one result."""
+
+
+ZEROS = 1024
+"""Results that one fill serves."""
+_zeros: dict[tuple[torch.device, object], Iterator[Tensor]] = {}
+
+
+def four_zeros(device: torch.device) -> Tensor:
+    """Four float32 zeros that nobody else has, of a fill for many; of one for these alone where a
+    CUDA graph is captured, which must fill them again whenever it is replayed.
+    """
+    stream = None
+    if device.type == "cuda":
+        if torch.cuda.is_current_stream_capturing():
+            return torch.zeros(4, dtype=torch.float32, device=device)
+        stream = torch.cuda.current_stream(device)
+    four = next(_zeros.get((device, stream), iter(())), None)
+    if four is None:
+        with torch.inference_mode(False):  # autograd may save them
+            rows = torch.zeros(ZEROS, 4, dtype=torch.float32, device=device).unbind()
+        # `.data` has a version of its own: that of one row must not change with another's
+        _zeros[device, stream] = rest = iter([row.data for row in rows])
+        four = next(rest)
+    return four
+
+
+def one_zero(device: torch.device) -> Tensor:
+    """A 0-d zero, as `four_zeros`, which begins at a multiple of 16 bytes as torch's memory does."""
+    return four_zeros(device)[0]
 
 
 class QuantizePlan(NamedTuple):
@@ -303,8 +332,9 @@ def plan_amax(spec: QuantSpec, x_RC: Tensor, per_row: bool) -> AmaxPlan:
     from fp4train.kernels.triton.quantize import amax_rows, amax_tensor
 
     rows, cols = x_RC.shape
-    shape = (rows, 1) if per_row else ()
-    result = partial(torch.zeros, shape, dtype=torch.float32, device=x_RC.device)
+    result = partial(one_zero, x_RC.device)
+    if per_row:
+        result = partial(torch.zeros, (rows, 1), dtype=torch.float32, device=x_RC.device)
     bits = {1: torch.int32}
     if spec.hadamard is not None:
         n = spec.block[1] or 16

@@ -115,6 +115,7 @@ def build_plan(
             tokens=tokens,
             device=device,
             backend=config.backend,
+            keep_values=config.train.keep_values,
         )
         plan.check_ranks(stages=mesh.pipeline)
         checks.check_chunks(plan, config.train.seq_len, mesh.context)

@@ -124,7 +124,7 @@ def test_a_bias_is_added_before_the_only_rounding(
         for name in ("native", "reference")
     )
     assert close(found, wanted)
-    assert recorder.calls[0].out_dtype == torch.float32
+    assert recorder.calls[0].out_dtype == out_dtype
 
 
 def test_global_scales_of_rows_multiply_the_float32_product(recorder: Recorder) -> None:

@@ -103,6 +103,22 @@ for number, (first, second) in enumerate(pairs):
 assert launched == ["product_factors", "scaled_product"] * (3 * len(pairs)), launched
 assert len(stand_in.products) == 3 * len(pairs)
 launched.clear()
+for number, (first, second) in enumerate(pairs):
+    other = pairs[(number * 5 + 1) % len(pairs)]
+    left, right = (Decoded(a, first), Decoded(b, second)), (Decoded(b, other[1]), Decoded(a, other[0]))
+    expected, turned = (matmul(*pair, out_dtype=torch.bfloat16) for pair in (left, right))
+    out, total = torch.empty_like(expected), torch.empty_like(turned)
+    assert products.both(left, out, right, total, adds=False)
+    assert same(out, expected) and same(total, turned), (first, second, other)
+    total = torch.ones(70, 40)
+    summed = total + matmul(*right, out_dtype=torch.float32)
+    assert products.both(left, out, right, total, adds=True) and total._version
+    assert same(out, expected) and same(total, summed), (first, second, other)
+rows = Decoded(a, torch.ones(40, 1)), Decoded(b, one)
+assert not products.both(rows, out, right, total, adds=False)
+assert launched == ["two_product_factors", "two_scaled_products"] * (2 * len(pairs)), launched
+launched.clear()
+stand_in.products[3 * len(pairs):] = []
 products.product(Decoded(a, torch.ones(40, 1)), Decoded(b, one), out_dtype=torch.bfloat16)
 products.product(Decoded(a, one), Decoded(b, one), out_dtype=torch.bfloat16, bias=torch.ones(70).bfloat16())
 products.product(Decoded(a[:, ::2], one), Decoded(b[:, ::2], one), out_dtype=torch.bfloat16)

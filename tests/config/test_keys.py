@@ -46,6 +46,7 @@ DIGITS = [
     "train.compile",
     "train.deterministic",
     "train.kernels",
+    "train.keep_values",
     "model.scan.kernels",
 ]
 START = ["init", "init_step"]

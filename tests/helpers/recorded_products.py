@@ -75,11 +75,14 @@ class Recorder:
         swizzle_a: list[SwizzleType],
         swizzle_b: list[SwizzleType],
         *,
+        bias: Tensor | None,
         output_dtype: torch.dtype,
         use_fast_accum: bool,
     ) -> Tensor:
         assert not use_fast_accum
         check(a, b, scale_a, scaling_a, scale_b, scaling_b, output_dtype, swizzle_a, swizzle_b)
+        if bias is not None:
+            assert bias.dtype == output_dtype and bias.shape == b.shape[1:]
         x = values(a, scale_a, scaling_a)
         w = values(b.T, scale_b, scaling_b)
         self.calls.append(
@@ -90,7 +93,8 @@ class Recorder:
                 output_dtype,
             )
         )
-        return (x @ w.T).to(output_dtype)
+        product = x @ w.T
+        return (product if bias is None else product + bias).to(output_dtype)
 
 
 def check(a: Tensor, b: Tensor, *arguments: Any) -> None:

@@ -7,8 +7,13 @@ import torch
 from torch import Tensor, nn
 
 import fp4train as f4
+from fp4train.hardware import Device
 from fp4train.nn import Linear
-from fp4train.precision import MXFP8, NVFP4, FP8Delayed, Recipe, current
+from fp4train.nn.executors import gemms
+from fp4train.precision import MXFP8, NVFP4, FP8Delayed, Recipe, Timeline, current
+from fp4train.precision.layers import find_layers
+from fp4train.precision.plan import make_plan
+from fp4train.quantize import Decoded, Quantized, Quantizer, quantizer
 
 
 class Pair(nn.Module):
@@ -96,3 +101,41 @@ def test_nothing_is_held_after_the_context() -> None:
         layer(result(torch.randn(32, 64)))
         assert context is not None and context.shared
     assert not context.shared
+
+
+def gradients(model: Pair, recipe: Recipe) -> list[Tensor | None]:
+    leaf = torch.linspace(-2, 2, 128 * 64).view(128, 64).bfloat16().requires_grad_()
+    with f4.autocast(recipe, step=0):
+        model(leaf * 1).sum().backward()
+    return [leaf.grad, *(parameter.grad for parameter in model.parameters())]
+
+
+def test_layers_of_one_input_decode_it_once_in_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoded: list[Tensor] = []
+
+    def count(quantizer: Quantizer, codes: Quantized) -> Decoded:
+        decoded.append(codes.codes)
+        return codes.decoded()
+
+    kind = type(quantizer(NVFP4().table()["wgrad"].second, "cpu"))  # type: ignore[arg-type]
+    monkeypatch.setattr(kind, "decode", count)
+    gradients(pair(), NVFP4())
+    assert len(decoded) == 1
+
+
+@pytest.mark.parametrize("recipe", [NVFP4(), MXFP8()], ids=lambda r: r.name)
+def test_values_that_are_kept_are_those_of_the_codes_and_nothing_is_decoded(
+    recipe: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = gradients(pair(), recipe)
+    model = pair()
+    layers = find_layers(model)
+    timeline = Timeline(recipe=recipe, steps=1)
+    options = {"tokens": 128, "device": Device.of("cpu"), "backend": "emulate"}
+    kept = make_plan(layers.values(), timeline, None, keep_values=True, **options)  # type: ignore[arg-type]
+    monkeypatch.delattr(gemms, "decoded_once")
+    for name, plan in kept.stretches[0].layers.items():
+        assert plan.keeps_values
+        model.get_submodule(name).apply_plan(plan, recipe, None, torch.device("cpu"))  # type: ignore[operator]
+    for found, wanted in zip(gradients(model, recipe), expected, strict=True):
+        assert torch.equal(found, wanted)  # type: ignore[arg-type]

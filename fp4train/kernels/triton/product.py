@@ -5,6 +5,7 @@ registers.
 
 scaled_product    the product; y is written once, in its dtype, or read and written where the product is added to it
 product_factors   the one factor of both scales, for a product of cuBLAS
+two_…             the same of two products, in one launch
 
 Two scales of whole tensors are multiplied with each other first, and the sum by their product, as a
 CPU's product has it (`backends/emulate.py`). Where that product is no normal float32 number, it
@@ -90,6 +91,60 @@ def product_factors(
     SECOND: tl.constexpr,
     ADDS: tl.constexpr,
 ):
+    """See `write_factors`."""
+    write_factors(
+        first_ptr, second_ptr, total_ptr, marks_ptr, out_ptr, numbers, blocks, programs,
+        FIRST, SECOND, ADDS,
+    )  # fmt: skip
+
+
+@triton.jit(
+    do_not_specialize=["numbers", "blocks", "programs"],
+    do_not_specialize_on_alignment=["first_ptr", "second_ptr", "third_ptr", "fourth_ptr"],
+)
+def two_product_factors(
+    first_ptr,
+    second_ptr,
+    out_ptr,
+    third_ptr,
+    fourth_ptr,
+    total_ptr,
+    marks_ptr,
+    other_out_ptr,
+    numbers,
+    blocks,
+    programs,
+    FIRST: tl.constexpr,
+    SECOND: tl.constexpr,
+    THIRD: tl.constexpr,
+    FOURTH: tl.constexpr,
+    ADDS: tl.constexpr,
+):
+    """The factors of a product that is written, and of one that may be added to `total`."""
+    write_factors(
+        first_ptr, second_ptr, out_ptr, out_ptr, out_ptr, 0, 0, programs,
+        FIRST, SECOND, False,
+    )  # fmt: skip
+    write_factors(
+        third_ptr, fourth_ptr, total_ptr, marks_ptr, other_out_ptr, numbers, blocks, programs,
+        THIRD, FOURTH, ADDS,
+    )  # fmt: skip
+
+
+@triton.jit
+def write_factors(
+    first_ptr,
+    second_ptr,
+    total_ptr,
+    marks_ptr,
+    out_ptr,
+    numbers,
+    blocks,
+    programs,
+    FIRST: tl.constexpr,
+    SECOND: tl.constexpr,
+    ADDS: tl.constexpr,
+):
     """out float32 [2]: the factor of the product, and that of what it is added to.
 
     The first is 0 where the scales have no product that is a factor: `scaled_product` does it then.
@@ -110,6 +165,76 @@ def product_factors(
 
 @triton.jit(do_not_specialize_on_alignment=["first_ptr", "second_ptr"])
 def scaled_product(
+    a_ptr,
+    b_ptr,
+    first_ptr,
+    second_ptr,
+    bias_ptr,
+    marks_ptr,
+    out_ptr,
+    rows,
+    cols,
+    depth,
+    a_stride,
+    a_step,
+    b_stride,
+    b_step,
+    programs,
+    P: tl.constexpr,
+):
+    """See `multiply`."""
+    multiply(
+        a_ptr, b_ptr, first_ptr, second_ptr, bias_ptr, marks_ptr, out_ptr,
+        rows, cols, depth, a_stride, a_step, b_stride, b_step, programs, P,
+    )  # fmt: skip
+
+
+@triton.jit(
+    do_not_specialize_on_alignment=["first_ptr", "second_ptr", "third_ptr", "fourth_ptr"],
+)
+def two_scaled_products(
+    a_ptr,
+    b_ptr,
+    first_ptr,
+    second_ptr,
+    out_ptr,
+    c_ptr,
+    d_ptr,
+    third_ptr,
+    fourth_ptr,
+    marks_ptr,
+    total_ptr,
+    rows,
+    cols,
+    depth,
+    a_stride,
+    a_step,
+    b_stride,
+    b_step,
+    other_rows,
+    other_cols,
+    other_depth,
+    c_stride,
+    c_step,
+    d_stride,
+    d_step,
+    programs,
+    P: tl.constexpr,
+    Q: tl.constexpr,
+):
+    """Two products without a bias."""
+    multiply(
+        a_ptr, b_ptr, first_ptr, second_ptr, out_ptr, out_ptr, out_ptr,
+        rows, cols, depth, a_stride, a_step, b_stride, b_step, programs, P,
+    )  # fmt: skip
+    multiply(
+        c_ptr, d_ptr, third_ptr, fourth_ptr, total_ptr, marks_ptr, total_ptr,
+        other_rows, other_cols, other_depth, c_stride, c_step, d_stride, d_step, programs, Q,
+    )  # fmt: skip
+
+
+@triton.jit
+def multiply(
     a_ptr,
     b_ptr,
     first_ptr,

@@ -68,6 +68,9 @@ def saved_bytes(plan: LayerPlan, tokens: int) -> float:
     precision.
     """
     itemsize = plan.table.torch_dtype.itemsize
+    if plan.keeps_values:
+        spec = plan.sources["wgrad", "x"].spec
+        return tokens * plan.layer.in_features * (2.0 if spec and spec.exact_in_bf16 else 4.0)
     return sum(
         part.sources["wgrad", "x"].bytes(tokens, part.layer.in_features, itemsize)
         for part in plan.channel_parts

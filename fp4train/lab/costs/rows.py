@@ -133,7 +133,7 @@ def quantising_seconds(plan: LayerPlan, gpu: Gpu, tokens: int, w_passes: float) 
         count = elements[tensor] // calls
         read = 4 if tensor == "w" else 2
         kept = None
-        if tensor == "x" and backend in EMULATING:
+        if tensor == "x" and backend in EMULATING and not plan.keeps_values:
             kept = plan.sources["wgrad", "x"].spec
         whole = quantise_seconds(gpu, count, specs, backend, read=read, kept=kept)
         for gemm, operand in coded.items():
@@ -141,7 +141,7 @@ def quantising_seconds(plan: LayerPlan, gpu: Gpu, tokens: int, w_passes: float) 
             if operand.values is not None and operand.codes is not None:
                 seconds[gemm] += times * calls * decode_seconds(gpu, count, operand.codes.spec)
             elif kept is not None and gemm == "wgrad":
-                seconds[gemm] += calls * decode_seconds(gpu, count, kept)
+                seconds[gemm] += times * calls * decode_seconds(gpu, count, kept)
     return seconds
 
 

@@ -47,6 +47,7 @@ class SummedProduct:
 
     def __init__(self, backend: Backend, ranks: Ranks, sequence: bool) -> None:
         self.of_rank = backend
+        self.both = None
         self._ranks = ranks
         self._sequence = sequence
         self._sum = ranks.sum_rows if sequence else ranks.sum
@@ -216,7 +217,7 @@ class CutGemms(Gemms):
         if isinstance(self.x, GatheredForms):
             if isinstance(x, Tensor):
                 x = self.ranks.gather_rows(x)
-            elif x is not None and self.x.sends_codes(len(dy_MN) // self.tokens):
+            elif isinstance(x, Quantized) and self.x.sends_codes(len(dy_MN) // self.tokens):
                 x = gathered(x, self.ranks, along_tokens=self.x.values is None)
         dx_MK, dw_NK, dbias_N = super().backward(dy_MN, (w_NK, x), call, total)
         # of this rank's tokens; added in float32 and rounded once

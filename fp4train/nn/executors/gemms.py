@@ -31,13 +31,14 @@ from fp4train.nn.engine import (
     ProductExecutor,
     Saved,
     adds,
+    fuses,
 )
 from fp4train.nn.held_amaxes import HeldAmaxes
 from fp4train.nn.operands import TensorForms
 from fp4train.nn.scaling import DelayedScaling
 from fp4train.nn.weight_form import WeightForm
 from fp4train.precision.layer_plan import LayerPlan
-from fp4train.quantize import Decoded, Hadamard, Quantized
+from fp4train.quantize import Decoded, Hadamard, Quantized, quantizer
 
 
 class Gemms(ProductExecutor):
@@ -66,7 +67,9 @@ class Gemms(ProductExecutor):
         self.keeps_x = plan.sources["wgrad", "x"].codes is None
         """Whether wgrad takes x in high precision; backward then needs x itself."""
         self.adds = self.wgrad.adds and adds(dtype, device, self.sums)
-        codes = (self.fprop.takes_codes, True)
+        self.joins = fuses(device) and self.dgrad.both is not None
+        """Whether a backend launches less for dgrad and wgrad at once."""
+        codes = (self.fprop.takes_codes, not plan.keeps_values)
         tiles = (self.fprop.takes_tiles, self.wgrad.takes_tiles)
         operands = plan.sources
         forms_of_x = operands["fprop", "x"], operands["wgrad", "x"]
@@ -165,22 +168,47 @@ class Gemms(ProductExecutor):
         dy = dy_MN.to(self.dtype)
         gradients = call.gradients
         dx_MK = dw_NK = dbias_N = None
+        of_dx = of_dw = both = None
         row, column = self.dy.prepare(dy, call, gradients.x is not None, gradients.w is not None)
         if row is not None:
             assert isinstance(w_NK, Tensor) and gradients.x is not None
             w = call.weights.prepared(w_NK, self.w_column, call)
             if self.values_of_w is not None:
                 w = Decoded(self.values_of_w(w, self.dtype).T, None)
-            dx_MK = self.dgrad.product(row, w, out_dtype=self.dtype).to(gradients.x)
+            of_dx = row, w
         if column is not None:
             assert x is not None and gradients.w is not None
             if self.x.values is not None and isinstance(x, Quantized):
                 x = self.x.values(x, self.dtype)
             b: Prepared = Decoded(x.T, None) if isinstance(x, Tensor) else x
-            if total is not None:
-                self.wgrad.add(total, column, b)
-            else:
-                dw_NK = self.wgrad.product(column, b, out_dtype=self.dw_dtype).to(gradients.w)
+            if isinstance(b, Quantized) and not self.wgrad.takes_codes:
+                b = decoded_once(b, call)
+            of_dw = column, b
+        if self.joins and of_dx and of_dw and self.dgrad is self.wgrad:
+            both = self.dgrad.both(of_dx, of_dw, (self.dtype, self.dw_dtype), total)
+        if of_dx is not None:
+            product = both[0] if both else self.dgrad.product(*of_dx, out_dtype=self.dtype)
+            dx_MK = product.to(gradients.x)
+        if of_dw is not None and total is None:
+            product = both[1] if both else self.wgrad.product(*of_dw, out_dtype=self.dw_dtype)
+            dw_NK = product.to(gradients.w)
+        elif of_dw is not None and total is not None and both is None:
+            self.wgrad.add(total, *of_dw)
         if gradients.bias is not None:
             dbias_N = dy.sum(0, dtype=torch.float32).to(gradients.bias)
         return dx_MK, dw_NK, dbias_N
+
+
+def decoded_once(x: Quantized, call: LayerCall) -> Decoded:
+    """The values of codes that were saved; those of layers that read one tensor, whose backward
+    passes follow each other, are made once.
+    """
+    shared = call.shared
+    seen = None if shared is None else shared.get("decoded")
+    if seen is not None and seen[0].is_set_to(x.codes):
+        kept: Decoded = seen[1]
+        return kept
+    values = quantizer(x.spec, x.codes.device.type).decode(x)
+    if shared is not None:
+        shared["decoded"] = (x.codes, values)
+    return values

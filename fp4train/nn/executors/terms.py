@@ -186,7 +186,7 @@ class TermGemms(Gemms):
             dbias_N = dy.sum(0, dtype=torch.float32).to(gradients.bias)
         return dx_MK, dw_NK, dbias_N
 
-    def _x_of_wgrad(self, x: Quantized | Tensor) -> Prepared:
+    def _x_of_wgrad(self, x: Prepared | Tensor) -> Prepared:
         """The operand x of wgrad from what forward saved."""
         if self.x.values is not None and isinstance(x, Quantized):
             x = self.x.values(x, self.dtype)
