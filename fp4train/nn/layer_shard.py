@@ -44,6 +44,8 @@ class LayerShard:
         sequence: whether tokens of x ("out") or y ("in") are cut over `tensor`; x and dy are then
             quantised where their tokens are, and codes and scales are sent. Those of experts are
             all gathered, before they are routed.
+        rounds_sums: whether partial sums, of y ("in") and dx ("out"), are sent in BF16, with
+            `sequence` alone.
         first: index of this rank's first out feature ("out"), expert ("experts") or in feature
             (else).
         runs: ranges of this rank's out features in the whole layer's, (first, number) each; none:
@@ -53,6 +55,7 @@ class LayerShard:
     tensor: Ranks | None = None
     cut: Cut | None = None
     sequence: bool = False
+    rounds_sums: bool = False
     first: int = 0
     runs: Runs = ()
 

@@ -38,11 +38,13 @@ class Mesh:
             as few as they can.
         microbatches: forward passes per step and data rank.
         gather: how weights are gathered: "recipe" as codes and scales, "bf16", or "fp32".
+        sum_bytes: bytes of an element of the partial sums that tensor-parallel ranks send, 2 with
+            `sequence` alone.
         reduce_bytes: bytes of a gradient element between shards; replicas send float32.
-        joined: layers with a common input gather it once in backward and add their dx before it is
-            scattered, in two bytes per element; ranks that share sequences each hold the weights,
+        joined: layers with a common input add their dx before it is scattered, in two bytes per
+            element; ranks that share sequences each hold the weights,
             and pass keys and values round beside the products (Megatron-LM). fp4train's layers each
-            do their own, and add in float32.
+            scatter their own.
     """
 
     replicate: int = 1
@@ -55,6 +57,7 @@ class Mesh:
     forward_first: bool = False
     microbatches: int = 1
     gather: str = "recipe"
+    sum_bytes: int = 4
     reduce_bytes: int = 4
     joined: bool = False
 
@@ -163,6 +166,9 @@ class Parallel:
             float32 in any case. "bf16": each rank's is rounded to BF16, for half the bytes and
             other digits; replicas send float32. "ordered": float32, summed in a fixed order, that
             of one rank that passes the same microbatches and chunks.
+        tp_reduce: dtype in which ranks of tp send each other their terms of y and dx, which are
+            summed in float32 in any case. "bf16" rounds each rank's term tᵣ, for half the bytes: a
+            sum is off by at most 2⁻⁸·Σ|tᵣ|. It needs sp; experts send float32.
         timeout: seconds that a rank waits for the others in a collective; then the run ends.
     """
 
@@ -176,6 +182,7 @@ class Parallel:
     cp: int = 1
     gather: str = "recipe"
     reduce: str = "float32"
+    tp_reduce: str = "float32"
     timeout: float = 1800.0
 
     def __post_init__(self) -> None:
@@ -207,6 +214,12 @@ class Parallel:
             )
         check_choice("parallel.gather", self.gather, GATHERS)
         check_choice("parallel.reduce", self.reduce, REDUCES)
+        check_choice("parallel.tp_reduce", self.tp_reduce, ("float32", "bf16"))
+        if self.tp_reduce == "bf16" and not self.sp:
+            raise ValueError(
+                "parallel.tp_reduce=bf16 needs parallel.sp=true, in which ranks send each other "
+                "their terms of a sum; without it use parallel.tp_reduce=float32"
+            )
         if not 1 <= self.timeout <= 1e6:
             raise ValueError(
                 f"parallel.timeout={self.timeout} must lie between 1 and 1000000 seconds"
@@ -264,6 +277,7 @@ class Parallel:
             virtual=self.chunks,
             forward_first=self.pp > 1 and self.pp_schedule == "gpipe",
             gather=self.gather,
+            sum_bytes=2 if self.tp_reduce == "bf16" else 4,
             reduce_bytes=2 if self.reduce == "bf16" else 4,
         )
 

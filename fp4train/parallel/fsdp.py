@@ -49,7 +49,8 @@ def share_tensors(model: nn.Module, world: World, parallel: Parallel) -> None:
     if world.tensor is None:
         return
     with user_errors(TypeError, ValueError):
-        cut_tensors(model, world.tensor, sequence=parallel.sp)
+        rounds_sums = parallel.tp_reduce == "bf16"
+        cut_tensors(model, world.tensor, sequence=parallel.sp, rounds_sums=rounds_sums)
 
 
 def distribute(

@@ -33,6 +33,7 @@ def cut_tensors(
     mesh: DeviceMesh,
     *,
     sequence: bool = True,
+    rounds_sums: bool = False,
 ) -> nn.Module:
     """Cut `model` over the ranks of `mesh`, in place, and return it.
 
@@ -40,6 +41,7 @@ def cut_tensors(
         model: a converted model that says how its parameters are cut (`fp4train_parameters`).
         mesh: mesh with one dimension, `world.mesh["tp"]`.
         sequence: whether the tokens of the residual stream and norms are cut too.
+        rounds_sums: whether layers send partial sums in BF16, with `sequence` alone.
 
     Raises:
         TypeError: the model does not say how it is cut.
@@ -74,6 +76,7 @@ def cut_tensors(
                     tensor=ranks,
                     cut=divided.along,
                     sequence=sequence,
+                    rounds_sums=rounds_sums,
                     first=ranks.rank * part,
                     runs=runs,
                 )

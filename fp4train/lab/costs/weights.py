@@ -142,7 +142,7 @@ def tensor_traffic(
     They follow from the table of parameters (`ParameterSpec.cut`):
 
         OUT       forward gathers x, once for the layers that read it; backward gathers it again for
-                  wgrad, since a rank keeps its tokens only, and scatters dx
+                  wgrad, since a rank keeps its tokens only, once for them, too, and scatters dx
         IN        forward scatters the sum y; backward gathers dy
         EXPERTS   forward gathers the router's input and scatters the sum; backward likewise, once
                   for all layers of experts of a block
@@ -161,18 +161,19 @@ def tensor_traffic(
     routed = any(cut is Split.EXPERTS for cut, _ in plans)
     # Layers of one input gather it once.
     inputs = list({plan.layer.fused or (plan.layer.name,): plan for plan in readers}.values())
-    sums = 2 * stream  # float32
+    sums = mesh.sum_bytes / 2 * stream
+    of_experts = [(1 if mesh.joined else 2) * stream] * routed  # float32
     if mesh.joined:
         readers = inputs
         sums = stream
-    forward = [sums] * (len(writers) + routed)
-    backward = [sums] * (len(readers) + routed)
+    forward = [sums] * len(writers) + of_experts
+    backward = [sums] * len(readers) + of_experts
     if mesh.sequence:
         forward += [stream] * routed
         forward += [_sent(stream, plan, "x", "fprop") for plan in inputs]
         backward += [stream] * routed
         backward += [_sent(stream, plan, "dy", "dgrad", "wgrad") for plan in writers]
-        backward += [_sent(stream, plan, "x", "wgrad") for plan in readers]
+        backward += [_sent(stream, plan, "x", "wgrad") for plan in inputs]
     else:
         forward *= 2
         backward *= 2

@@ -10,7 +10,9 @@ features ("in"):
 
 With `sequence` (arXiv:2205.05198) the whole activations, x of "out" and y of "in", are cut along
 tokens between layers: they are gathered before a GEMM, and the sum leaves each rank its tokens.
-Partial sums are added in float32 and rounded once, as a single rank rounds its product.
+Partial sums are added in float32 and rounded once, as a single rank rounds its product. Where they
+are sent in BF16 (`LayerShard.rounds_sums`), each of the terms tᵣ is rounded before, too: a sum is
+off by at most 2⁻⁸·Σ|tᵣ|, besides its own rounding.
 
 Tokens are gathered as codes: each rank quantises its tokens of x or dy, and codes and scales are
 sent. A row-wise form [M, K] is cut along its rows, a column-wise form [K, M] along its blocked
@@ -21,6 +23,8 @@ and keeps only a rank's own tokens of q(xᵀ) for backward.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -28,6 +32,7 @@ from fp4train.backends import Backend, Prepared
 from fp4train.nn.call import LayerCall
 from fp4train.nn.engine import EAGER, Gradients, PreparedPair, Saved
 from fp4train.nn.executors.gemms import Gemms
+from fp4train.nn.layer_shard import LayerShard
 from fp4train.nn.operands import TensorForms
 from fp4train.nn.ranks import Ranks, local
 from fp4train.quantize import Quantized, QuantSpec, quantizer, why_not_cut
@@ -39,18 +44,23 @@ class SummedProduct:
     once.
 
     Args:
-        sequence: whether each rank takes its tokens of the sum.
+        shard: the layer's, with its ranks. With `sequence` each rank takes its tokens of the sum.
 
     Attributes:
         of_rank: backend that makes the term of this rank.
     """
 
-    def __init__(self, backend: Backend, ranks: Ranks, sequence: bool) -> None:
+    def __init__(self, backend: Backend, shard: LayerShard) -> None:
         self.of_rank = backend
         self.both = None
-        self._ranks = ranks
-        self._sequence = sequence
-        self._sum = ranks.sum_rows if sequence else ranks.sum
+        self._shard = shard
+        ranks = shard.tensor
+        assert ranks is not None
+        self._dtype = torch.float32
+        self._sum = ranks.sum_rows if shard.sequence else ranks.sum
+        if shard.sequence and shard.rounds_sums:
+            self._dtype = torch.bfloat16
+            self._sum = ranks.sum_rounded_rows
         self.takes_codes = backend.takes_codes
         self.takes_tiles = backend.takes_tiles
 
@@ -60,12 +70,12 @@ class SummedProduct:
         """a [R, C]·b [S, C]ᵀ + bias [S] → [R, S], over the columns C of all ranks, in
         `out_dtype`.
         """
-        total = self._sum(self.of_rank.product(a, b, out_dtype=torch.float32))
+        total = self._sum(self.of_rank.product(a, b, out_dtype=self._dtype))
         return (total if bias is None else total + bias.to(out_dtype)).to(out_dtype)
 
     def summing_terms_of(self, backend: Backend) -> SummedProduct:
         """The same sum of terms that another backend makes."""
-        return SummedProduct(backend, self._ranks, self._sequence)
+        return SummedProduct(backend, self._shard)
 
 
 class GatheredForms(TensorForms):
@@ -164,9 +174,9 @@ class CutGemms(Gemms):
         self.sequence = shard.sequence
         self.tokens = shard.tokens
         if self.cut == "out":
-            self.dgrad = SummedProduct(self.dgrad, self.ranks, self.sequence)  # type: ignore[assignment]
+            self.dgrad = SummedProduct(self.dgrad, shard)  # type: ignore[assignment]
         else:
-            self.fprop = SummedProduct(self.fprop, self.ranks, self.sequence)  # type: ignore[assignment]
+            self.fprop = SummedProduct(self.fprop, shard)  # type: ignore[assignment]
         if self.sequence and self.cut == "out":
             self.x = GatheredForms(self.x, self._sent("fprop", "x"), self.ranks, self.device)
         elif self.sequence:
@@ -206,6 +216,27 @@ class CutGemms(Gemms):
             return y_MN.narrow(0, 0, y_MN.shape[0] // self.tokens)
         return y_MN
 
+    def _gathered_once(self, forms: GatheredForms, x: Any, call: LayerCall, tokens: int) -> Any:
+        """What was saved of x, of all tokens: codes, or a tensor. Layers that read one tensor,
+        whose backward passes follow each other, gather it once.
+        """
+        coded = isinstance(x, Quantized)
+        if x is None or (coded and not forms.sends_codes(tokens)):
+            return x
+        part = x.codes if coded else x
+        shared = call.shared
+        seen = None if shared is None else shared.get("gathered for wgrad")
+        if seen is not None and seen[0].is_set_to(part):
+            return seen[1]
+        whole: Any
+        if coded:
+            whole = gathered(x, self.ranks, along_tokens=self.x.values is None)
+        else:
+            whole = self.ranks.gather_rows(x)
+        if shared is not None:
+            shared["gathered for wgrad"] = (part, whole)
+        return whole
+
     def backward(
         self,
         dy_MN: Tensor,
@@ -215,10 +246,7 @@ class CutGemms(Gemms):
     ) -> Gradients:
         w_NK, x = saved
         if isinstance(self.x, GatheredForms):
-            if isinstance(x, Tensor):
-                x = self.ranks.gather_rows(x)
-            elif isinstance(x, Quantized) and self.x.sends_codes(len(dy_MN) // self.tokens):
-                x = gathered(x, self.ranks, along_tokens=self.x.values is None)
+            x = self._gathered_once(self.x, x, call, len(dy_MN) // self.tokens)
         dx_MK, dw_NK, dbias_N = super().backward(dy_MN, (w_NK, x), call, total)
         # of this rank's tokens; added in float32 and rounded once
         if dbias_N is not None and isinstance(self.dy, GatheredForms):

@@ -262,16 +262,18 @@ def test_tensor_parallelism_divides_activations_and_sequence_parallelism_the_res
 
 
 def test_activations_sent_as_codes_are_a_quarter_of_bf16_and_a_little() -> None:
-    """Per block of 8 B: two gathers of x (0.5625 B), two of dy (both forms), five of x again; seven
-    float32 sums.
+    """Per block of 8 B: two gathers of x (0.5625 B), two of dy (both forms), two of x again; seven
+    sums, in float32 or BF16.
     """
     load = measured("8B", NVFP4(), H100, backend="emulate", tensor=8)
     mesh = Mesh(tensor=8)
     elements = SEQ_LEN * 4096
     blocks = 32
-    sent = {each.name: each.sent for each in ClusterCost(load, H100, mesh).collectives}
-    expected = 7 / 8 * elements * blocks * ((2 + 2 * 2 + 5) * 0.5625 + 7 * 4)
-    assert sent["tensor gathers and scatters"] == pytest.approx(expected, rel=1e-3)
+    for sum_bytes in (4, 2):
+        cost = ClusterCost(load, H100, replace(mesh, sum_bytes=sum_bytes))
+        sent = {each.name: each.sent for each in cost.collectives}
+        expected = 7 / 8 * elements * blocks * ((2 + 2 * 2 + 2) * 0.5625 + 7 * sum_bytes)
+        assert sent["tensor gathers and scatters"] == pytest.approx(expected, rel=1e-3)
     load = measured("8B", BF16(), H100, tensor=8)
     in_bf16 = ClusterCost(load, H100, Mesh(tensor=8, joined=True))
     plain = {each.name: each.sent for each in in_bf16.collectives}

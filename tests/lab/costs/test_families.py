@@ -141,7 +141,7 @@ def test_tensor_parallel_ranks_have_their_experts_and_sum_their_outputs() -> Non
     assert more.memory.parameters - half.memory.parameters == weights + 2 * 8 * WIDTH
     # bytes of a stream in BF16, of which a rank sends half in each of two blocks
     whole = 2 * BATCH * TIME * WIDTH
-    attention, experts = (1 + 2) + (1 + 3 + 3 * 2), (1 + 2) + (1 + 2)  # sums are float32
+    attention, experts = (1 + 2) + (1 + 1 + 3 * 2), (1 + 2) + (1 + 2)  # sums are float32
     sent = {each.name: each.sent for each in half.collectives}
     assert sent["tensor gathers and scatters"] == pytest.approx(
         2 * (attention + experts) * whole / 2
