@@ -113,7 +113,7 @@ def check_cut(config: Config, mesh: Mesh) -> None:
         fits = [str(n) for n in range(1, 2 * ranks) if batch % (n * (rows or 1)) == 0]
         raise UserError(
             f"train.batch_size={batch} is not divisible by {ranks} data ranks{per_rank}: every "
-            f"rank must have the same number of sequences and microbatches. Ranks that "
+            f"rank must have the same number of sequences and microbatches. Data ranks that "
             f"divide it: {', '.join(fits[-4:])}; or use train.batch_size={near}"
         )
     sequences = config.train.rows(ranks)

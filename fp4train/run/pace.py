@@ -2,8 +2,8 @@
 
 The ranks of a step end it together, so that its time names none of them. In the forward pass of a
 block a rank waits for no other replica or shard: its weights are gathered before. (Ranks of tensor
-parallelism wait for each other within it, and count alike.) The mean time of these passes compares
-ranks, whichever share of the blocks they hold.
+and context parallelism wait for each other within it, and count alike.) The mean time of these
+passes compares ranks, whichever share of the blocks they hold.
 """
 
 from __future__ import annotations

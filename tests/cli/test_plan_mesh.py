@@ -336,7 +336,7 @@ def test_a_mixture_of_671b_fits_1024_gpus_in_shards_of_whole_experts(
         ),
         (
             ["parallel.dp_shard=8", "train.batch_size=12"],
-            "Ranks that divide it: 3, 4, 6, 12; or use train.batch_size=8 or 16",
+            "Data ranks that divide it: 3, 4, 6, 12; or use train.batch_size=8 or 16",
         ),
         (["parallel.dp_shard=128"], "16 is not divisible by 128 data ranks"),
         (

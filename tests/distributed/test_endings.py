@@ -30,7 +30,7 @@ Ranks = Any
         pytest.param(
             ["train.microbatch=4"],
             "train.batch_size=4 is not divisible by 2 data ranks × train.microbatch=4: every rank must "
-            "have the same number of sequences and microbatches. Ranks that divide it: 1; or use",
+            "have the same number of sequences and microbatches. Data ranks that divide it: 1; or use",
             marks=pytest.mark.long,
         ),
         (
