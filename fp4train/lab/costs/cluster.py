@@ -161,7 +161,11 @@ class ClusterCost:
         rate = self.gpu.sustained * ranks
         tensor = Collectives("tensor gathers and scatters", "tensor", mesh, self.gpu)
         context = Collectives(*_KEYS, mesh, self.gpu)
-        keys = 0.0 if mesh.joined else block.forward.keys / mesh.tensor
+        keys = block.forward.keys / mesh.tensor
+        if mesh.joined:
+            gathers: tuple[list[float], ...] = ([], [])
+        else:
+            gathers = ([keys], [(1 - self.recomputed) * keys, keys])
         slowest = 1.0 if mesh.joined else 2 - 1 / mesh.context
         traffic = tensor_traffic(block.weights, block.input / mesh.context, mesh)
         passes = []
@@ -169,7 +173,7 @@ class ClusterCost:
             self._layers(block.weights),
             (block.forward, block.backward),
             traffic,
-            ([keys], [(1 - self.recomputed) * keys, keys]),
+            gathers,
             strict=True,
         ):
             moved = work.operators / EAGER + work.kernels

@@ -32,8 +32,8 @@ _NEARER = {
     "tensor": (),
     "context": ("tensor",),
     "weight_ranks": ("tensor",),
-    "replicate": ("tensor", "weight_ranks"),
-    "pipeline": ("tensor", "weight_ranks", "replicate"),
+    "replicate": ("tensor", "context", "shard"),
+    "pipeline": ("tensor", "context", "shard", "replicate"),
 }
 """Kind of ranks → the kinds within which its neighbours lie; those in the first differ by 1."""
 
