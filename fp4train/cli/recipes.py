@@ -1,11 +1,10 @@
-"""fp4train recipes [NAME] [--markdown]
+"""fp4train recipes [NAME]
 
 The published recipes that files of recipes/ mirror, as a table: their papers
 and programs (docs/recipes.md).
 
   NAME             one recipe in full, or those of a paper by its number
                    (2610.00053): what is mirrored and what is not
-  --markdown       the table of docs/recipes.md
 """
 
 from collections.abc import Sequence
@@ -16,22 +15,17 @@ from fp4train.config.command_line import CommandLine, read_line
 from fp4train.config.composition import named
 from fp4train.config.folders import own_options
 from fp4train.errors import UserError
-from fp4train.lab.ledger import PublishedRecipe, code_read, ledger, markdown
+from fp4train.lab.ledger import PublishedRecipe, code_read, ledger
 from fp4train.precision import Recipe
 from fp4train.text import near_miss
-
-MARKDOWN = "--markdown"
 
 
 def main(arguments: list[str]) -> int:
     """Print the table, or recipes in full; returns the exit code."""
     entries = ledger()
-    if arguments == [MARKDOWN]:
-        print("\n".join(markdown(entries)))
-        return 0
     line = read_line(arguments, CommandLine, __doc__)
     if len(line.words) > 1:
-        raise UserError(f"recipes takes one NAME or {MARKDOWN}: {line.usage}")
+        raise UserError(f"recipes takes one NAME: {line.usage}")
     if line.words:
         _print_in_full(line.words[0], entries)
     else:

@@ -63,7 +63,6 @@ class RunSettings:
     overwrite: Annotated[bool, CHANGES_NOTHING] = False
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "dir", Path(self.dir))
         if not self.name.strip():
             raise ValueError("run.name must not be empty: it names the run directory")
         parts = Path(self.name).parts

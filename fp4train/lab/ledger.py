@@ -96,12 +96,3 @@ def code_read(path: Path = LEDGER) -> dict[str, str]:
     why none was.
     """
     return dict(bind(OmegaConf.to_container(OmegaConf.load(path).code), dict[str, str], path.name))
-
-
-def markdown(entries: Sequence[PublishedRecipe]) -> list[str]:
-    """The table of docs/recipes.md: the words, the source and the layers kept of each entry."""
-    lines = ["| words of `fp4train` | source | layers kept |", "|---|---|---|"]
-    for entry in entries:
-        source = f"[{entry.title}]({entry.link}), {entry.year}"
-        lines.append(f"| `{entry.settings}` | {source} | {entry.kept} |")
-    return lines

@@ -74,7 +74,6 @@ class WandbTracking(Tracking):
     timeout: float = 5.0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "tags", tuple(self.tags))  # a list in YAML
         check_choice("track.mode", self.mode, ("auto", "offline"))
         if not self.timeout > 0:
             raise ValueError(f"track.timeout={self.timeout}: must be more than 0 seconds")

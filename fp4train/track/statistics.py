@@ -226,11 +226,11 @@ def _columns(
             "step": np.full(len(rows), block.step, np.int64),
             "recipe": np.full(len(rows), block.recipe),
         }
-        own = {
+        measured = {
             name: np.array(named[name], np.str_)[rows[name]] if name in named else rows[name]
             for name in dtype.names or ()
         }
-        return {**shared, **own}
+        return {**shared, **measured}
 
     nothing = np.empty(0, dtype)
     empty = Statistics(step=0, recipe="", layers=(), names=(), operands=nothing, gradients=nothing)

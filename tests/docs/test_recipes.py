@@ -4,10 +4,11 @@ from pathlib import Path
 
 import pytest
 from configured import recipe_named
+from recipes_table import markdown
 from shown import DOCS, SMALL, commands, table
 
 from fp4train.cli import main
-from fp4train.lab.ledger import ledger, markdown
+from fp4train.lab.ledger import ledger
 from fp4train.quantize.triton_steps import why_not_steps
 
 TEXT = (DOCS / "recipes.md").read_text(encoding="utf-8")
@@ -42,8 +43,3 @@ def test_commands_of_the_page_run(working_folder: Path, capsys: pytest.CaptureFi
     assert ended(*train[1:], *SMALL, "run.name=a", "train.steps=2") == 0
     assert ended(*rank[1:], "steps=1", "forks=1", "batches=1") == 0
     assert Path("runs/a/studies").is_dir()
-
-
-def test_the_verb_prints_the_table_of_the_page(capsys: pytest.CaptureFixture[str]) -> None:
-    assert ended("recipes", "--markdown") == 0
-    assert capsys.readouterr().out.strip() in TEXT

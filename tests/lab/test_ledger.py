@@ -10,12 +10,13 @@ import yaml
 from configured import config_of, policy_named, recipe_named
 from families import TINY_RUNS, tiny_shape
 from lengths import long_but
+from recipes_table import markdown
 from torch import nn
 
 import fp4train as f4
 from fp4train.config import own_options
 from fp4train.errors import UserError
-from fp4train.lab.ledger import PublishedRecipe, ledger, markdown
+from fp4train.lab.ledger import PublishedRecipe, ledger
 from fp4train.precision import BF16, Layer, LayerPolicy, find_layers
 from fp4train.quantize import RandomKey, quantize
 

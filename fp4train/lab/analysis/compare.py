@@ -181,10 +181,10 @@ def compare(
             for place in group.places:
                 names[place] = label
     reference = baseline or runs[0]
-    others = [not history.path.samefile(reference) for history in histories]
-    places = sorted(range(len(runs)), key=others.__getitem__)
-    ordered = [histories[place] for place in places]
-    comparison = Comparison(ordered, [names[place] for place in places], quantised)
+    named = zip(histories, names, strict=True)
+    first_in_front = sorted(named, key=lambda run: not run[0].path.samefile(reference))
+    ordered, ordered_names = zip(*first_in_front, strict=True)
+    comparison = Comparison(ordered, ordered_names, quantised)
     if comparison.at is None:
         ranges = ", ".join(
             f"{name} {int(steps[0])} to {int(steps[-1])}"

@@ -83,8 +83,8 @@ def curves(groups: Sequence[SeedGroup]) -> Draw:
         for index, (group, run) in enumerate(zip(groups, longest, strict=True))
     ]
     right = max(1, *(run.last_step for run in longest)) * 1.012  # no marker at the end is cut
-    run, *others = groups[0].runs
-    if others or len(groups) > 1:
+    run, *further_seeds = groups[0].runs
+    if further_seeds or len(groups) > 1:
         return _over_steps(above, rows, right)
     panels = [Panel(title=loss.title, height=3.9, paint=lambda axes: _own_losses(axes, groups))]
     if parts := sorted({key for line in run.lines for key in line if key.startswith(SHARE)}):

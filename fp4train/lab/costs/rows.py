@@ -135,9 +135,9 @@ def quantising_seconds(plan: LayerPlan, gpu: Gpu, tokens: int, w_passes: float) 
         kept = None
         if tensor == "x" and backend in EMULATING and not plan.keeps_values:
             kept = plan.sources["wgrad", "x"].spec
-        whole = quantise_seconds(gpu, count, specs, backend, read=read, kept=kept)
+        of_all = quantise_seconds(gpu, count, specs, backend, read=read, kept=kept)
         for gemm, operand in coded.items():
-            seconds[gemm] += times * calls * whole / len(coded)
+            seconds[gemm] += times * calls * of_all / len(coded)
             if operand.values is not None and operand.codes is not None:
                 seconds[gemm] += times * calls * decode_seconds(gpu, count, operand.codes.spec)
             elif kept is not None and gemm == "wgrad":

@@ -151,9 +151,9 @@ def gate_result(
         earlier: answers to other questions on these forks.
     """
     reference, tested = (branch.candidate.name for branch in bases[0].branches)
-    low, high_end = -math.inf, math.inf
+    ends = (-math.inf, math.inf)
     if len(differences):
-        low, high_end = interval(differences, bound)
+        ends = interval(differences, bound)
     return GateResult(
         checkpoints=tuple(
             GateCheckpoint.of(base, mean=_mean(differences[:, place]))
@@ -168,7 +168,7 @@ def gate_result(
         pairs=differences.size,
         gap=_mean(differences),
         gap_high=_mean(high),
-        interval=(_finite(low), _finite(high_end)),
+        interval=(_finite(ends[0]), _finite(ends[1])),
         differences=tuple(tuple(map(_finite, row)) for row in differences.tolist()),
         diverged=tuple(diverged),
         earlier=tuple(asdict(answer) for answer in earlier),

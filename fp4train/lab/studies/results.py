@@ -366,7 +366,7 @@ def read_studies(run: Path, problems: list[str]) -> Studies:
     with Folder.open(run) as top:
         if top.status(STUDIES) is None:
             return Studies()
-        own = identity(top)
+        run_identity = identity(top)
         with top.folder(STUDIES) as studies:
             names = [name for name in studies.names() if not studies.has_file(name)]
             if len(names) > MOST:
@@ -383,7 +383,7 @@ def read_studies(run: Path, problems: list[str]) -> Studies:
                             continue
                         saved = unsealed(folder.read(file, LIMIT))
                         result: Any = bound(saved, _RESULTS[file])
-                        if own is not None and saved["identity"]["run"] not in (None, own):
+                        if run_identity and saved["identity"]["run"] not in (None, run_identity):
                             raise ValueError("it is of another run")
                         results[file].append(result)
                 except (OSError, ValueError, LookupError, UserError, RecursionError) as error:
