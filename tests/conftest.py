@@ -39,6 +39,8 @@ from fp4train.precision import Recipe
 from fp4train.quantize import ROUNDINGS
 from fp4train.run import host
 
+# to rewrite the assertions of all tests takes 25 s of each worker
+sys.dont_write_bytecode = False
 torch.set_num_threads(1)
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")

@@ -19,7 +19,7 @@ import torch
 from configured import recipe_named
 
 from fp4train.formats import decode
-from fp4train.quantize import RandomKey, quantize, quantize_dequantize
+from fp4train.quantize import QuantSpec, RandomKey, quantize, quantize_dequantize
 
 LARGEST = np.finfo(np.float32).max
 CHUNK = 128
@@ -100,17 +100,23 @@ def sample(rows: int, columns: int) -> torch.Tensor:
     return x.bfloat16()
 
 
-LOCAL = recipe_named("mfu_localcta").table()
-OPERANDS = recipe_named("mfu_operands").table()
 CASES = {
-    "x of mfu_localcta": (LOCAL["fprop"].first, False, False),
-    "x along tokens": (LOCAL["wgrad"].second, False, False),
-    "dy along tokens": (LOCAL["wgrad"].first, False, False),
-    "dy of mfu_localcta": (LOCAL["dgrad"].first, False, False),
-    "w of mfu_localcta": (LOCAL["fprop"].second, True, True),
-    "dy of mfu_operands": (OPERANDS["dgrad"].first, False, True),
-    "w of mfu_operands": (OPERANDS["dgrad"].second, True, True),
+    "x of mfu_localcta": ("mfu_localcta", "fprop", "first", False, False),
+    "x along tokens": ("mfu_localcta", "wgrad", "second", False, False),
+    "dy along tokens": ("mfu_localcta", "wgrad", "first", False, False),
+    "dy of mfu_localcta": ("mfu_localcta", "dgrad", "first", False, False),
+    "w of mfu_localcta": ("mfu_localcta", "fprop", "second", True, True),
+    "dy of mfu_operands": ("mfu_operands", "dgrad", "first", False, True),
+    "w of mfu_operands": ("mfu_operands", "dgrad", "second", True, True),
 }
+
+
+def case_of(name: str) -> tuple[QuantSpec, bool, bool]:
+    """How an operand of a recipe is quantised; whether as a weight, and encode-centric."""
+    recipe, gemm, operand, weight, encodes = CASES[name]
+    return getattr(recipe_named(recipe).table()[gemm], operand), weight, encodes
+
+
 every_case = pytest.mark.parametrize("case", CASES)
 
 
@@ -118,7 +124,7 @@ every_case = pytest.mark.parametrize("case", CASES)
 @every_case
 def test_operands_of_recipes_are_those_of_the_authors_kernels(case: str, kernel: str) -> None:
     """The outer scale is 1 / (448 / amax) here, amax / 448 there: a unit in the last place apart."""
-    spec, weight, encodes = CASES[case]
+    spec, weight, encodes = case_of(case)
     x = sample(640, 384)
     expected = local_cta(x.float().numpy(), weight=weight, encodes=encodes)
     q = quantize(x, replace(spec, rounding="nearest"), kernel=kernel)
@@ -131,7 +137,7 @@ def test_operands_of_recipes_are_those_of_the_authors_kernels(case: str, kernel:
 
 @every_case
 def test_stochastic_codes_are_neighbours_under_the_same_scales(case: str) -> None:
-    spec, weight, encodes = CASES[case]
+    spec, weight, encodes = case_of(case)
     x = sample(256, 256)
     expected = local_cta(x.float().numpy(), weight=weight, encodes=encodes)
     key = RandomKey(seed=1, step=2, layer=3, operand=4) if spec.random else None
@@ -142,7 +148,7 @@ def test_stochastic_codes_are_neighbours_under_the_same_scales(case: str) -> Non
 
 
 def test_values_are_the_same_whether_codes_were_made_and_whoever_reads_them() -> None:
-    for spec, *_ in CASES.values():
+    for spec, *_ in map(case_of, CASES):
         nearest = replace(spec, rounding="nearest")
         x = sample(256, 384)[:200, :300]
         read = [quantize(x, nearest, kernel=kernel).decoded() for kernel in ("reference", "cpu")]

@@ -38,11 +38,6 @@ _NEARER = {
 """Kind of ranks → the kinds within which its neighbours lie; those in the first differ by 1."""
 
 
-def divisors(number: int, most: int) -> list[int]:
-    """The divisors of a number up to another one, in order."""
-    return [n for n in range(1, min(number, most) + 1) if number % n == 0]
-
-
 class Collectives:
     """What the ranks of one kind send each other, per step and rank; at first nothing.
 
@@ -57,7 +52,8 @@ class Collectives:
         self.size: int = getattr(mesh, kind)
         """Number of ranks."""
         stride = math.prod(getattr(mesh, nearer) for nearer in _NEARER[kind])
-        self.near = divisors(self.size, max(1, gpu.domain // stride))[-1]
+        nearest = min(self.size, max(1, gpu.domain // stride))
+        self.near = next(n for n in range(nearest, 0, -1) if self.size % n == 0)
         """Number of those of them in one NVLink domain."""
         self.sent = 0.0
         """Bytes that the rank sends."""
