@@ -68,9 +68,6 @@ def estimate(plan: Plan, gpu: Gpu, *, microbatches: int = 1) -> CostEstimate:
     Args:
         plan: a plan for `gpu` (`Device.elsewhere(gpu)`), with the tokens of one microbatch.
         microbatches: forward passes per step.
-
-    Raises:
-        ValueError: `microbatches` is not positive.
     """
     stretches = []
     points: dict[str, int | None] = {}

@@ -121,7 +121,7 @@ class StudyRecord:
         once.
 
         Raises:
-            ValueError: there is one of that key, or a value is not finite.
+            ValueError: a value is not finite.
         """
         values = json.loads(json.dumps(values, allow_nan=False))
         self._log.log(self.step, {"key": key, "values": values})
