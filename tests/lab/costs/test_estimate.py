@@ -433,3 +433,9 @@ def test_other_dtypes_and_mixtures_are_priced() -> None:
 def test_a_layer_that_was_not_converted_is_not_quantised() -> None:
     cost = price(NVFP4(), "B200", unconverted="a subclass of nn.Linear")
     assert cost.run.total == cost.run.bf16 and not cost.break_even
+
+
+def test_a_table_of_products_says_that_a_long_load_is_slower() -> None:
+    """Where a step goes counts with the lower rate: the two would contradict each other."""
+    assert "a long load lowers these rates to 82%" in price(NVFP4(), "B200").render()
+    assert "long load" not in price(NVFP4(), "B300").render()
