@@ -14,7 +14,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -121,11 +120,13 @@ def _end_message(run: Run) -> str | None:
     return f"the run ends above where it began (loss {last:.4g} against {first_excess:.4g})"
 
 
-def doubt_about(run: Run) -> str | None:
-    """Why the current state may be useless, as its losses tell; None: they do not."""
-    if run.divergence.since is not None:
-        return rise_message(run, advice=False)
-    return _end_message(run)
+def doubt_about(run: Run, *, proven: bool) -> str | None:
+    """Why the current state may be useless, as its losses tell; None: they do not, or an evaluation
+    has `proven` that the last ones were noise of batches.
+    """
+    if run.divergence.since is None:
+        return _end_message(run)
+    return rise_message(run, advice=False) if run.divergence.seen or not proven else None
 
 
 def ended_diverged(saved: checkpoint.Checkpoint) -> bool:
@@ -215,14 +216,9 @@ def _base(run: Run) -> float:
 
 def _advice(run: Run) -> str:
     if run.saver.good is None:
-        branches = [record for record in run.record.journal.records if record.event == "branch"]
-        start = ""
-        for branch in branches[-1:]:
-            source = Path(branch.values["from"]).parents[1]
-            start = f"resume={source} resume_step={branch.step} run.name={run.directory.name} "
         return (
-            "No checkpoint of this run is good: start over with a lower rate "
-            f"({start}optim.lr=… run.overwrite=true)"
+            "No checkpoint of this run is good: start over with the command that began it and a "
+            "lower rate (optim.lr=… run.overwrite=true)"
         )
     if run.config.train.on_divergence == "rewind":
         skip = ""

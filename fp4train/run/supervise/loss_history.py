@@ -9,8 +9,8 @@ the losses in the window,
 
 A loss above the limit begins a rise, which lasts while losses are above it; while the window is not
 full, while they are above max(c, m + 0.1). A rise that ends within `PERSIST` = 5 losses is noise of
-a batch, and joins the past. One that does not is a divergence. Few losses have a wide limit, because
-their spread says little.
+a batch, and joins the past, its losses at most 4 · limit − 3 m, as they would hide later ones. One
+that does not is a divergence. Few losses have a wide limit, because their spread says little.
 
 That measure is wide on a falling curve. So losses are also measured from the trend, the median f of
 the last `RECENT` = 8 of them. The residual of a past loss is what it lies above the median of the 8
@@ -30,17 +30,18 @@ the spread s, its margin is d = max(0.4 |L|, 5 s, 0.1). A mean above L + d is a 
 which began with the first of the last losses that all are above L + 0.75 d.
 
 A model that knows nothing gives all V tokens of the vocabulary the same probability: its loss is
-ln V. Once `PERSIST` losses in a row were below 0.8 ln V, `LASTING` = 12 in a row above 0.95 ln V
-are a divergence; where the run ends, `PERSIST`. So are as many above 1.2 times the larger of ln V and
-the first loss, whatever came before them. Vocabularies below `LEAST_VOCABULARY` are left out.
+ln V. Once the first loss of a run, or `PERSIST` in a row, were below 0.8 ln V, `LASTING` = 12 in a
+row above 0.95 ln V are a divergence; where the run ends, `PERSIST`. So are as many above 1.2 times
+the larger of ln V and the first loss, whatever came before them. Vocabularies below
+`LEAST_VOCABULARY` are left out.
 
-An evaluation at the end of a run judges its last state. Where its loss fits the curve, and is at most
-1.5 times the evaluation before it and before the rise, at e, a rise that is no divergence yet was
-noise of batches. It is a divergence if it is above 1.5 e and half the way from e to ln V; where there
-is no e, above the limit and twice the larger of ln V and the first loss, or 0.95 ln V as the last
-loss of a rise after lower ones. Above max(1.2 e, e + 0.1) it is one if the losses
-rose with it: if the median of the last `PERSIST` is above m + max(1.5 s, 0.1 |m|), by those of the past
-that are older than `LASTING`.
+An evaluation at the end of a run judges its last state by earlier ones, of states that a later loss
+showed to be good. Where its loss fits the curve, and is at most 1.5 times the evaluation before it
+and before the rise, at e, a rise that is no divergence yet was noise of batches. It is a divergence
+if it is above 1.5 e and half the way from e to ln V; where there is no e, above the limit and twice
+the larger of ln V and the first loss, or 0.95 ln V as the last loss of a rise after lower ones.
+Above max(1.2 e, e + 0.1) it is one if the losses rose with it: if the median of the last `PERSIST`
+is above m + max(1.5 s, 0.1 |m|), by those of the past that are older than `LASTING`.
 
 The state that gave a loss is known to be good if the loss fits the curve, is at most L + 0.75 d, and
 is not above 0.95 ln V after any loss below 0.8 ln V, nor above 1.2 times the larger of ln V and the
@@ -117,10 +118,11 @@ class Divergence:
         from_best: whether the rise is measured from the lowest mean, or is one to `uniform`.
         lowest: the lowest mean of `WINDOW` losses, and the margin above it; None: there were fewer.
         least: the least loss.
-        learned: whether `PERSIST` losses in a row were below `LEARNED` of `uniform`.
+        learned: whether the first loss, or `PERSIST` in a row, were below `LEARNED` of `uniform`.
         uniform: ln V, the loss of equally likely tokens; 0: losses are not compared with it.
-        evaluated: the loss of the last evaluation, in the recipe, but for those during a rise; None:
-            there was none.
+        evaluated: the loss of the last evaluation, in the recipe, of a state that a later loss showed
+            to be good, or of the end of a run; None: there was none.
+        unproven: that of an evaluation of a state that no later loss has shown to be good yet.
         fits: whether the last loss fits the curve before it, and shows that its state is good.
         rewinds: how often the run went back to a milestone.
         skips: (step, batches): from that step on, up to the next entry, so many batches of the data
@@ -142,6 +144,7 @@ class Divergence:
     learned: bool = False
     uniform: float = 0.0
     evaluated: float | None = None
+    unproven: float | None = None
     fits: bool = True
     rewinds: int = 0
     skips: tuple[tuple[int, int], ...] = ()
@@ -297,12 +300,15 @@ class Divergence:
         leaves_trend = within and self._leaves_trend(loss)
         on_curve = self.since is None and within and not leaves_trend
         self.fits = on_curve and self._fits(loss)
+        if self.fits:
+            self.evaluated = self.unproven or self.evaluated
+            self.unproven = None
         self.known = step + 1
         self.first = loss if step == 0 else self.first
         self.recent = (*self.recent, loss)[-PERSIST:]
         self.last = (*self.last, loss)[-LASTING:]
         self.least = min(self.least, loss)
-        if len(self.recent) == PERSIST and max(self.recent) < LEARNED * self.uniform:
+        if (step == 0 or len(self.recent) == PERSIST) and max(self.recent) < LEARNED * self.uniform:
             self.learned = True
         if not self.past or on_curve:
             self.past = (*self.past, loss)[-MEMORY:]
@@ -317,7 +323,8 @@ class Divergence:
             self.high = min(self.high + 1, PERSIST)
             self.calm = 0
         elif not self.seen:
-            self._ends(self.recent[-self.high - 1 :])
+            most = 4 * self.limit - 3 * self.level  # higher ones would hide what comes later
+            self._ends(tuple(min(loss, most) for loss in self.recent[-self.high - 1 :]))
         else:
             self.calm += 1
             if self.calm == PERSIST:
@@ -351,11 +358,12 @@ class Divergence:
 
     def add_evaluation(self, loss: float, *, ends: bool) -> None:
         """The loss of an evaluation after the last step is known; `ends`: no step is left."""
-        earlier = self.evaluated
-        if ends or self.since is None:
-            self.evaluated = loss
         if not ends:
+            self.unproven = loss if self.since is None else self.unproven
             return
+        earlier = self.evaluated
+        self.evaluated = loss
+        self.unproven = None
         rises = earlier is not None and loss > 1.5 * earlier
         if self.since is not None and not self.seen and not rises and self.would_fit(loss):
             self._ends(())  # the high losses were those of batches

@@ -81,10 +81,8 @@ def save(run: Run, *, proven: bool = False, doubt: str | None = None) -> None:
         doubt: why the state may be useless; None: its losses tell.
     """
     run.companions.on_save()
-    run.saver.begin(
-        proven=proven and run.divergence.is_good,
-        doubt=doubt or (None if proven and not run.divergence.seen else doubt_about(run)),
-    )
+    doubt = doubt or doubt_about(run, proven=proven)
+    run.saver.begin(proven=proven and not doubt and run.divergence.is_good, doubt=doubt)
 
 
 def report(run: Run) -> Outcome | None:

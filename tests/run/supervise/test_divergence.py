@@ -10,6 +10,7 @@ from command_line import STEADY, Cli, before_steps, events, losses, marked, step
 
 from fp4train import checkpoint
 from fp4train.run.record import journal
+from fp4train.run.supervise.loss_history import Divergence
 
 RUN = (
     "recipe=bf16",
@@ -90,13 +91,27 @@ def test_a_run_that_diverges_from_its_start_says_so_and_keeps_its_newest_checkpo
     assert steps("runs/b") == [4, 7] == sorted(marked("runs/b")), "the state where it stopped, too"
 
 
-def test_a_branch_without_a_good_checkpoint_names_the_one_that_it_began_from(cli: Cli) -> None:
+def test_a_branch_without_a_good_checkpoint_starts_over_as_it_says(cli: Cli) -> None:
+    """With what the command changed, and where `run.dir` is another than runs/NAME."""
     assert cli("run.name=a", *RUN, "train.steps=6").code == 0
-    ended = cli("resume=runs/a", "run.name=b", "train.steps=12", "optim.lr=10")
+    command = ("resume=runs/a", "run.dir=b", "train.steps=12")
+    ended = cli(*command, "optim.lr=10")
     assert ended.code == 3
-    advice = "resume=runs/a resume_step=6 run.name=b optim.lr=… run.overwrite=true"
-    assert f"start over with a lower rate ({advice})" in ended.err
-    assert cli(*advice.replace("…", "0.001").split()).code == 0
+    advice = "optim.lr=… run.overwrite=true"
+    assert f"the command that began it and a lower rate ({advice})" in ended.err
+    assert cli(*command, *advice.replace("…", "0.001").split()).code == 0
+    assert steps("b")[-1] == 12 and not marked("b")
+
+
+def test_an_end_above_its_beginning_is_not_the_good_checkpoint_that_its_message_names(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though its evaluation fits the losses since the update that ruined the weights."""
+    monkeypatch.setattr(Divergence, "ends_above_its_beginning", lambda *_: True)
+    ended = cli("run.name=a", *RUN, "optim.lr=1e-5")
+    assert "ends above where it began" in ended.out and list(marked("runs/a")) == [24]
+    assert "The last good checkpoint is that of step 20" in ended.out and steps() == [20, 24]
+    assert "going on from step 20" in cli("resume=runs/a", "resume_step=20").err
 
 
 @pytest.mark.parametrize(

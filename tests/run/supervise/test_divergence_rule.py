@@ -236,6 +236,21 @@ def test_a_single_outlier_is_noise_and_does_not_blind() -> None:
     assert seen_at([*spiked, *[8.0] * 5]) == 115
 
 
+@pytest.mark.parametrize("later", [1, 20, 40])
+def test_four_huge_losses_in_a_row_do_not_hide_a_collapse_that_comes_later(later: int) -> None:
+    draw = random.Random(later)
+    calm = [2.2 + draw.gauss(0, 0.05) for _ in range(60 + later)]
+    assert seen_at([*calm[:60], *[1e6] * 4, *calm[60:], *[10.0] * 5]) == 68 + later
+
+
+def test_a_model_that_is_tuned_and_ruined_by_its_first_update_has_diverged() -> None:
+    """One loss alone was low, and the others are within the limit that few losses have."""
+    found = Divergence(uniform=math.log(257))
+    for step in range(30):
+        found.add(step, 5.56 if step else 3.0)
+    assert found.beyond_noise
+
+
 @pytest.mark.parametrize("known", [20, 40, 60, 200])
 def test_a_model_that_comes_back_to_a_third_above_its_curve_has_diverged(known: int) -> None:
     """The high losses of the beginning, which are in a short past, are no level to come back to."""
@@ -345,6 +360,7 @@ def test_an_evaluation_at_the_end_judges_by_the_one_before(
     *earlier, last = evaluations
     for loss in earlier:
         found.add_evaluation(loss, ends=False)
+    found.add(100, 3.0)
     found.add_evaluation(last, ends=True)
     assert found.seen == found.beyond_noise == seen
 
@@ -371,13 +387,25 @@ def test_weights_that_tell_nothing_in_the_last_steps_are_a_divergence_by_both_lo
 ) -> None:
     found = Divergence(uniform=math.log(257))
     for step in range(100):
-        loss = 2.5 if 0 < step < 100 - risen else 5.6
-        found.add(step, loss)
+        found.add(step, 2.5 if 0 < step < 100 - risen else 5.6)
         if evaluations == "in each step" or (evaluations == "before" and step == 50):
-            found.add_evaluation(loss, ends=False)
+            found.add_evaluation(2.5 if step + 1 < 100 - risen else 5.6, ends=False)
     found.end()
     found.add_evaluation(5.6, ends=True)
     assert found.beyond_noise and found.measured_from[0] == 2.5
+
+
+@pytest.mark.parametrize("left", [1, 2, 4])
+def test_a_ruined_state_that_was_evaluated_at_once_is_no_measure_of_the_end(left: int) -> None:
+    """Its loss is known a step later, and fewer than five are left."""
+    found = Divergence(uniform=math.log(257))
+    for step in range(40 + left):
+        found.add(step, 3.0 if step < 40 else 9.0)
+        if step in (19, 39):
+            found.add_evaluation(3.0 if step == 19 else 9.0, ends=False)
+    found.end()
+    found.add_evaluation(9.0, ends=True)
+    assert found.evaluated == 9.0 and found.beyond_noise
 
 
 @pytest.mark.parametrize("damaged", [5, 10])
