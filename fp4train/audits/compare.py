@@ -35,6 +35,9 @@ _DECISIONS: Final = 16.0
 chance.
 """
 
+_FLOAT32: Final = {"highest": None, "high": 2.0**-9, "medium": 2.0**-6}
+"""Setting of torch → the largest error of a product in float32, as a share of Σ|a|·|b|, for `bounds`."""
+
 
 @torch.no_grad()
 def compare(audited: AuditedCall, step: int = 0) -> Audited:
@@ -210,7 +213,9 @@ class GemmComparison:
             return
         self.compared = True
         terms = [(left.decoded(), right.decoded())]
-        yield from self._of_sum(result, terms, "the product is not that of the plan")
+        setting = torch.get_float32_matmul_precision()
+        share = _FLOAT32[setting] if self.audited.dtype is torch.float32 else None
+        yield from self._of_sum(result, terms, "the product is not that of the plan", share)
 
     def _of_terms(self, product: Product, result: Tensor) -> Iterator[CallFinding]:
         """The sum of a product of codes and of those that follow it."""

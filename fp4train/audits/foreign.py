@@ -117,7 +117,12 @@ def _changed_by_others(module: nn.Module) -> bool:
 
     torch has no public way to ask for hooks: its own dictionaries are read.
     """
-    return bool("forward" in vars(module) or module._backward_hooks or module._backward_pre_hooks)
+    return bool(
+        "forward" in vars(module)
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or nn.modules.module._has_any_global_hook()
+    )
 
 
 def _cached(tensor: Tensor) -> bool:

@@ -79,6 +79,7 @@ class Observer(CallRecorder):
     Attributes:
         calls: training calls that came.
         dw_sums: sums of the dw's of all calls, by the place of the weight in its group.
+        rewritten: whether torch wrote the weight between the start of the step and the call.
     """
 
     def __init__(self, layer: PlannedLayer, number: int = 0, *, keeps_fused: bool = True) -> None:
@@ -88,6 +89,9 @@ class Observer(CallRecorder):
         self.keeps_fused = keeps_fused
         self.calls = 0
         self.dw_sums: dict[int, Tensor] = {}
+        self.rewritten = False
+        self._weight = layer.weight
+        self._version = layer.weight._version
         self._now: ObservedCall | None = None
         self._kept: list[tuple[Executor, LayerCall | None, ObservedCall]] = []
         self._copies: dict[Executor, Executor] = {}
@@ -216,6 +220,8 @@ class Observer(CallRecorder):
             channels=self._channels_of(call),
             first_feature=_first_feature(executor),
         )
+        same = self.layer.weight is self._weight  # FSDP puts another one there
+        self.rewritten = same and self._weight._version != self._version
         self._kept.append((executor, call, record))
         self.records.append(record)
         return record

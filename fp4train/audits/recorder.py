@@ -124,6 +124,9 @@ class EdgeCall:
             if type(gradient) is not Tensor:
                 kind = type(gradient).__name__
                 raise NotShownError(f"its {name} is no tensor of values, but a {kind}")
+            if name == "dy":  # another pass may give fewer gradients
+                self.record.dx = self.record.dw = None
+                self.record.forget("dgrad", "wgrad")
             setattr(self.record, name, kept(gradient).reshape(-1, gradient.shape[-1]))
             if name == "dy" and self._left and self._watcher is not None:
                 self._watcher.begin()

@@ -16,6 +16,11 @@ Tensors = Mapping[str, Tensor]
 """A weight and its moments by their names in the optimizer's state, float64."""
 
 
+def rounding_of(parameter: Tensor) -> float:
+    """Error of a result in the dtype of a parameter, as a share of it and of the value before."""
+    return max(2**-22, 2 * torch.finfo(parameter.dtype).eps)
+
+
 def _adamw(
     optim: AdamW, before: Tensors, gradient: Tensor, rate: float, decay: float
 ) -> dict[str, Tensor]:

@@ -177,6 +177,45 @@ def test_gradients_that_are_differentiated_themselves_are_not_covered() -> None:
     assert "create_graph" in report.uncovered[""]
 
 
+def test_a_later_backward_pass_that_gives_fewer_gradients_is_no_fault() -> None:
+    layer = nn.Linear(8, 8)
+    x = torch.randn(4, 8, requires_grad=True)
+    with f4.audit(layer) as report:
+        y = layer(x)
+        y.square().sum().backward(retain_graph=True)
+        torch.autograd.grad(y.sin().sum(), x)
+    assert not report.faults, str(report)
+    assert [list(result.gemms) for result in report.audits] == [["fprop", "dgrad"]]
+
+
+def test_hooks_on_all_modules_that_change_what_layers_return_are_no_fault() -> None:
+    layer = nn.Linear(8, 8)
+    hook = nn.modules.module.register_module_forward_hook(lambda module, arguments, y: 2 * y)
+    with hook, f4.audit(layer) as report:
+        layer(torch.randn(4, 8, requires_grad=True)).square().sum().backward()
+    assert report.uncovered == {"": "hooks of others may change its passes"}
+
+
+def test_float32_products_may_take_narrower_formats_where_torch_is_set_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As TF32 on GPUs, and BF16 on CPUs that have its products."""
+    linear = F.linear
+
+    def narrow(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        return linear(x.bfloat16().float(), w.bfloat16().float(), bias)
+
+    monkeypatch.setattr(F, "linear", narrow)
+    layer = nn.Linear(64, 64)
+    faults = {}
+    for precision in ("highest", "medium"):
+        monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda name=precision: name)
+        with f4.audit(layer) as report:
+            layer(torch.randn(32, 64, requires_grad=True)).square().sum().backward()
+        faults[precision] = bool(report.faults)
+    assert faults == {"highest": True, "medium": False}
+
+
 def test_later_code_may_write_into_what_a_layer_returns() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(inplace=True), nn.Linear(8, 8))
     with f4.audit(model) as report:

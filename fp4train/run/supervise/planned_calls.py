@@ -60,7 +60,8 @@ class PlannedCalls:
         """Compare the observed call of a layer in a step; None: none of its experts had a token.
 
         Args:
-            weight: the result of `multiplied`; None: the weight of the call itself.
+            weight: the result of `multiplied`; None: the weight of the call itself, as where the
+                model wrote it in the step.
             earlier: records of the step before; empty: none were kept.
             fused: the result of `fused_amaxes`; None: the records have the weights themselves.
             learned: whether its weight has a gradient of calls on this rank alone, so that one
@@ -84,6 +85,9 @@ class PlannedCalls:
             if learned:
                 return Audited(layer=name, step=step, failures=unseen)
             return Audited(layer=name, step=step, uncovered=unseen)
+
+        if observer.rewritten:
+            weight = None
 
         def expect(number: int, record: ObservedCall) -> AuditedCall:
             previous = earlier[number] if len(earlier) == len(records) else None

@@ -24,7 +24,7 @@ from fp4train import checkpoint
 from fp4train.audits.bits import bit_sum
 from fp4train.audits.fault import Fault
 from fp4train.checkpoint.layout import MODEL
-from fp4train.optim.repeated import UPDATES, WEIGHT
+from fp4train.optim.repeated import UPDATES, WEIGHT, rounding_of
 from fp4train.parallel.tensor import replicas
 from fp4train.parallel.world import REPLICATE
 from fp4train.run.queued import Step, due
@@ -67,15 +67,22 @@ def _stored(run: Run) -> dict[str, Tensor]:
     return stored
 
 
-Versions = dict[str, tuple[Tensor, int]]
-"""Path of a weight or buffer → the tensor, and the number of times that torch has written it."""
+Versions = dict[str, tuple[torch.UntypedStorage, int]]
+"""Path of a weight or buffer → its memory, and the number of times that torch has written it."""
 
 
 def _versions(model: nn.Module) -> Versions:
     tensors = chain(model.named_parameters(), model.named_buffers())
     return {
-        f"{MODEL}/{checkpoint.escaped(name)}": (tensor, tensor._version) for name, tensor in tensors
+        f"{MODEL}/{checkpoint.escaped(name)}": (local(tensor).untyped_storage(), tensor._version)
+        for name, tensor in tensors
     }
+
+
+def _written(model: nn.Module, since: Versions) -> set[str]:
+    """The paths of weights and buffers that torch has written, or that are others, since then."""
+    now = _versions(model)
+    return {path for path in now.keys() | since.keys() if now.get(path) != since.get(path)}
 
 
 def _module(path: str) -> str:
@@ -87,8 +94,6 @@ _OF_LAYERS: Final = f"{LayerStates.key}/"
 """States of layers, which follow their tokens; another recipe has others."""
 _RATES: Final = 1e-6
 """Largest difference of two rates, as a share: optimizers may hold one in float32."""
-_ROUNDED: Final = 2**-22
-"""Change of a weight, as its share, that float32 does not round away."""
 STATE: Final = "the sums of the state"
 
 
@@ -107,7 +112,12 @@ class StateSums:
         self._after: BitSums | None = None
         self._summed: int | None = None
         self._in_passes: list[Fault] = []
+        self._updated: Versions = {}
         self.count = 0
+        if self.every:  # before the hooks of users
+            run.optimizer.register_step_post_hook(
+                lambda *_: self._updated.update(_versions(run.model))
+            )
 
     def due(self, step: int) -> bool:
         """Whether the state after the step of this index is summed: that becomes a checkpoint, too."""
@@ -121,6 +131,7 @@ class StateSums:
         """The sums right after the update that was number `step`; empty: they were not taken."""
         if self._after is None or self._summed != step:
             return {}
+        self._forget_buffers()
         return self._after
 
     def before_step(self) -> list[Fault]:
@@ -138,6 +149,7 @@ class StateSums:
         """A context of a step; where the state before it was summed, it is summed again directly
         before the update.
         """
+        self._updated = {}
         if self._before is None or self.run.config.train.cuda_graph:
             yield
             return
@@ -151,11 +163,7 @@ class StateSums:
     def _before_update(self, versions: Versions) -> None:
         """Note the tensors that changed in the passes of a step."""
         with self.failures.guarding(STATE):
-            written = {
-                _module(path)
-                for path, (tensor, version) in _versions(self.run.model).items()
-                if versions[path][0] is not tensor or versions[path][1] != version
-            }
+            written = {_module(path) for path in _written(self.run.model, versions)}
             sums = state_sums(self.run)
             before = {
                 name: total
@@ -198,6 +206,7 @@ class StateSums:
         with self.failures.guarding(STATE):
             if type(self.run.config.optim) in UPDATES:
                 faults += [*self._other_rate(step), *self._unchanged(before, sums, step)]
+        self._updated = self._updated or _versions(self.run.model)
         return [*faults, *self._copies_that_differ(sums)] if on_all_ranks else faults
 
     def _sums(self) -> BitSums | None:
@@ -207,10 +216,18 @@ class StateSums:
         return sums
 
     def _since_update(self, sums: BitSums | None) -> list[Fault]:
+        self._forget_buffers()
         faults = self._changed(self._after, sums, "between the update and the next step")
         self.count += self._after is not None and sums is not None
         self._after = None
         return faults
+
+    def _forget_buffers(self) -> None:
+        """Forget the sums of buffers that torch has written since the update, as evaluations may."""
+        model = self.run.model
+        weights = {f"{MODEL}/{checkpoint.escaped(name)}" for name, _ in model.named_parameters()}
+        for path in _written(model, self._updated) - weights:
+            (self._after or {}).pop(path, None)
 
     def _changed(self, before: BitSums | None, sums: BitSums | None, when: str) -> list[Fault]:
         if before is None or sums is None:
@@ -234,7 +251,7 @@ class StateSums:
         return []
 
     def _unchanged(self, before: BitSums | None, after: BitSums, step: Step) -> list[Fault]:
-        """The weights with a gradient that the update did not change."""
+        """The weights with a gradient that the update did not change, nor a hook on the optimizer."""
         rate = step.values["train/lr"]
         failed = self.run.failed is not None and bool(self.run.failed)
         if before is None or failed or not isinstance(rate, float) or not rate:
@@ -245,7 +262,12 @@ class StateSums:
             for name, norm in zip(step.names, step.numbers.read()[2:], strict=True)
             if norm > 0
         }
-        still = [path for path in learning if path in after and before.get(path) == after[path]]
+        by_hooks = _written(self.run.model, self._updated) if self._updated else set()
+        still = [
+            path
+            for path in learning
+            if path in after and path not in by_hooks and before.get(path) == after[path]
+        ]
         unchanged = [path for path in still if self._would_move(learning[path], rate)]
         if len(unchanged) == len(learning) > 0:
             what = f"the update at a rate of {rate:.3g} changed no weight"
@@ -254,8 +276,8 @@ class StateSums:
         return [Fault(layer=path, what=what) for path in unchanged]
 
     def _would_move(self, parameter: Tensor, rate: float) -> bool:
-        """Whether another update without a gradient would change a weight: by more than float32
-        rounds away. One without moments, or whose moments are zero, was never updated, where others
+        """Whether another update without a gradient would change a weight: by more than its
+        dtype rounds away. One without moments, or whose moments are zero, was never updated, where others
         have some.
         """
         states = self.run.optimizer.state
@@ -268,7 +290,7 @@ class StateSums:
         optim = self.run.config.optim
         after = UPDATES[type(optim)](optim, before, still, rate, 0.0)
         moved = (after.get(WEIGHT, before[WEIGHT]) - before[WEIGHT]).abs()
-        return bool((moved > _ROUNDED * before[WEIGHT].abs()).any())
+        return bool((moved > rounding_of(parameter) * before[WEIGHT].abs()).any())
 
     def _copies_that_differ(self, sums: BitSums) -> list[Fault]:
         """Tensors of which ranks hold copies with other bits."""

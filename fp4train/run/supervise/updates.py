@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from fp4train.audits.bits import where_differing
 from fp4train.audits.call import kept
 from fp4train.audits.fault import Fault
 from fp4train.nn.planned import PlannedLayer
-from fp4train.optim.repeated import UPDATES, WEIGHT
+from fp4train.optim.repeated import UPDATES, WEIGHT, rounding_of
 from fp4train.precision.layers import elementwise
 from fp4train.run.queued import Step
 from fp4train.run.supervise.audit_report import AuditFailures
@@ -28,8 +29,6 @@ if TYPE_CHECKING:
 
 SAMPLED: Final = 1 << 22
 _GRADIENT: Final = "gradient"
-_ROUNDED: Final = 2**-22
-"""Error of a result in float32, as a share of it and of the value before."""
 _MOVED: Final = 2**-12
 """Error of a change, as its share: of roots, quotients and powers."""
 _BF16: Final = 2**-7
@@ -134,7 +133,9 @@ class UpdateAudit:
         """
         assert self._gradient is not None
         optimizer: Any = self.run.optimizer
-        if optimizer._optimizer_step_pre_hooks or not alone(self.run, self.layer):
+        if optimizer._optimizer_step_pre_hooks or _global_optimizer_pre_hooks:
+            return False
+        if not alone(self.run, self.layer):
             return False
         gradient = self._gradient.mT if self.layer.transposed else self._gradient
         factor = 1 / step.loss_scale
@@ -145,7 +146,9 @@ class UpdateAudit:
             of_place = gradient[place] if gradient.dim() == 3 else gradient
             if of_place.shape != total.shape:
                 continue
-            slack = _SUMMED * factor * total.abs().max()
+            terms = self.run.rank_rows / self.run.microbatch_rows
+            share = _SUMMED + terms * rounding_of(self.layer.weight)
+            slack = share * factor * total.abs().max()
             if (of_place - factor * total).abs().max() > slack:
                 return True
         return False
@@ -162,9 +165,9 @@ class UpdateAudit:
         rate = float(step.values["train/lr"])
         expected = UPDATES[type(optim)](optim, before, before[_GRADIENT], rate, decay)
         for entry, values in expected.items():
-            slack = _ROUNDED * (before[entry].abs() + values.abs())
+            slack = rounding_of(parameter) * (before[entry].abs() + values.abs())
             slack += _MOVED * (values - before[entry]).abs()
             if entry != WEIGHT and getattr(optim, "moments", "") == "bfloat16":
                 slack += _BF16 * values.abs()
-            least = torch.finfo(torch.float32).tiny
+            least = torch.finfo(parameter.dtype).tiny
             yield entry, (after[entry] - values).abs() > slack + least

@@ -6,11 +6,13 @@ from pathlib import Path
 
 import pytest
 from command_line import Cli, events
+from lengths import long_but
 
 LAB = """
 from dataclasses import dataclass
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fp4train.companion import Companion
 from fp4train.models.llama import Llama
@@ -48,7 +50,20 @@ class Shared(Llama):
     def build(self, *, vocab_size, seq_len):
         model = super().build(vocab_size=vocab_size, seq_len=seq_len)
         model.blocks[1].mlp.down.weight = model.blocks[0].mlp.down.weight
+        model.norm.to(torch.bfloat16)
+        for block in model.blocks:
+            block.register_buffer("passes", torch.zeros(2))
+            block.register_buffer("mean", torch.zeros(2))
+            block.register_forward_pre_hook(writes)
         return model
+
+@torch.no_grad()
+def writes(block, _):
+    block.passes.add_(1)
+    block.mean.data = block.mean + 1
+    block.register_buffer("made", block.mean.clone(), persistent=False)
+    if block.training:
+        block.mlp.up.weight.clamp_(-0.02, 0.02)
 
 @torch.no_grad()
 def decay(run):
@@ -63,6 +78,9 @@ class Writes(Companion):
         weight = run.planned_layers[0].weight
         weight.register_hook(lambda gradient: gradient.clamp(-1e-6, 1e-6))
         run.optimizer.register_step_post_hook(lambda *_: decay(run))
+        frozen = run.planned_layers[1].weight
+        held = frozen.detach().clone()
+        run.optimizer.register_step_post_hook(lambda *_: frozen.detach().copy_(held))
 
     def around_step(self, run, recipe):
         decay(run)
@@ -79,7 +97,18 @@ class Clips(Companion):
         def clip(optimizer, *_):
             for parameter in run.model.parameters():
                 parameter.grad.clamp_(-1e-6, 1e-6)
-        run.optimizer.register_step_pre_hook(clip)
+        self.handle = self.register(run)(clip)
+
+    def register(self, run):
+        return run.optimizer.register_step_pre_hook
+
+@dataclass(kw_only=True)
+class ClipsAll(Clips):
+    def register(self, run):
+        return register_optimizer_step_pre_hook
+
+    def close(self, run, error):
+        self.handle.remove()
 """
 
 
@@ -106,12 +135,14 @@ def forgotten() -> Iterator[None]:
     sys.modules.pop("depthlab", None)
 
 
-@pytest.mark.parametrize("hook", ["Writes", pytest.param("Clips", marks=pytest.mark.long)])
-def test_what_hooks_write_and_weights_of_two_layers_are_no_faults(cli: Cli, hook: str) -> None:
+@pytest.mark.parametrize("hook", long_but(("Writes",), ("Writes", "Clips", "ClipsAll")))
+def test_what_hooks_and_models_write_and_weights_of_two_layers_are_no_faults(
+    cli: Cli, hook: str
+) -> None:
     words = own("model=shared", f"hooks=[{{_target_: depthlab.{hook}}}]", "train.steps=6")
-    ended = cli(*words, "checkpoint.every=3")
+    ended = cli(*words, "checkpoint.every=3", "eval.every=2")
     assert ended.code == 0, ended.err
-    assert events("runs/a", "audit failed") == []
+    assert events("runs/a", "audit failed") == events("runs/a", "checkpoint failed") == []
 
 
 @pytest.mark.long
