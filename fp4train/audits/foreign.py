@@ -121,7 +121,7 @@ def _changed_by_others(module: nn.Module) -> bool:
         "forward" in vars(module)
         or module._backward_hooks
         or module._backward_pre_hooks
-        or nn.modules.module._has_any_global_hook()
+        or nn.modules.module._has_any_global_hook()  # type: ignore[no-untyped-call]
     )
 
 
