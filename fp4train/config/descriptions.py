@@ -148,7 +148,7 @@ class Descriptions:
         while path is not None:
             if text := comments(path).keys.get(below, ""):
                 return text
-            path = self.file(group, base) if (base := _base(path)) else None
+            path = self.file(group, _base(path))
         for kind in getattr(key.owner, "__mro__", ()):  # a class may inherit the field
             if text := self._of_fields.get((kind.__name__, key.name), ""):
                 return text

@@ -108,10 +108,10 @@ class Profiler(RunCompanion):
         first, last = self._settings.steps[:1], self._settings.steps[-1:]
         if not (self._mine and first and first[0] <= run.step + 1 <= last[0]) or self._running:
             return
-        on_gpu = run.device.type == "cuda"
-        if on_gpu:
+        activities = [ProfilerActivity.CPU]
+        if run.device.type == "cuda":
             torch.cuda.synchronize(run.device)
-        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+            activities.append(ProfilerActivity.CUDA)
         self._running = profile(
             activities=activities, record_shapes=True, profile_memory=self._settings.memory
         )

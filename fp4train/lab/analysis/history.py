@@ -127,9 +127,11 @@ def read_history(run: Path) -> History:
         UserError: not a run directory, or no loss logged yet.
     """
     run = Path(run)
-    if not (run / METRICS).exists():
+    lines = []
+    if (run / METRICS).exists():
+        lines = read_metrics(run / METRICS)
+    else:
         require_run(run)
-    lines = read_metrics(run / METRICS) if (run / METRICS).exists() else []
     history = History(path=run, lines=lines)
     if not len(history.series("train/loss")):
         raise UserError(f"{run} has no metrics yet: no train/loss in its {METRICS}")
