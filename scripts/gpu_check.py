@@ -21,7 +21,8 @@ though steps may be left; 1: something did; 2: wrong arguments; 3: torch sees no
 `--kernels ARCHIVE` unpacks kernels that `pack_gpu.py` compiled beforehand, and says in one line how many of those that
 are launched are found.
 
-`--te FOLDER` installs a carried Transformer Engine first: FOLDER/install.sh is called with the folder to install into.
+`--te FOLDER` installs a carried Transformer Engine first, which needs no compiler: FOLDER/install.sh is called with the
+folder to install into, and FOLDER/probe.py must end well. `te --te FOLDER --total 3.5` is meant for 210 seconds.
 
 `--dry-run` runs all of it on a CPU, at tiny sizes and in one process, with stand-ins for what needs a GPU, which
 `gpu_stand_ins.py` names. It says for each step what a GPU would be asked, by which command and for how long; its
@@ -45,18 +46,17 @@ import time
 import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from unittest.mock import patch
 
 import gpu_packed
-import gpu_training
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = ROOT / "scripts"
 PARTS = {
-    "nine": "a first visit: one kernel, or stop; first steps and exactness; sums; bandwidth; profile; "
-    "resume to the bit",
+    "nine": "what no GPU has confirmed: one kernel, or stop; layers in blocks; bits and bandwidth of "
+    "kernels; steps; pieces of research; sums",
     "kernels": "the Triton kernels: their bits against the reference, their bandwidth beside that of a copy",
     "native": "`fp4train doctor`; tensor cores' sums; layers and experts on torch's scaled products "
     "against the emulation",
@@ -67,7 +67,8 @@ PARTS = {
     "compiled, recorded",
 }
 NINE = 540.0
-"""Seconds for which the limits of the steps of `nine` are meant; with others they are stretched or
+MEANT = {"nine": NINE, "te": 210.0}
+"""Seconds for which the limits of the steps of a part are meant; with others they are stretched or
 shortened.
 """
 LEFT_OUT = 3
@@ -98,7 +99,8 @@ class Step:
         words: the command, which begins with a script of this folder, "fp4train", or "bash".
         dry: more words in a dry run; None: nothing stands in for what it needs, and it is only
             named there.
-        limit: seconds that it may take, where its part has `NINE`; None: as long as its part.
+        limit: seconds that it may take, where its part has those of `MEANT`; None: as long as its
+            part.
         gate: whether its part goes on only if this step ended well.
         beside: steps that run while this one does.
     """
@@ -149,11 +151,14 @@ def steps_of(part: str, out: Path, te: Path | None) -> Iterator[Step]:
         yield program("native", "gpu_layers.py", asks, "native")
     elif part == "te":
         if te is not None:
-            asks = "that the carried Transformer Engine builds against this machine's PyTorch"
+            asks = "that the carried Transformer Engine is one for this machine's PyTorch"
             words = ("bash", str(te / "install.sh"), str(site_of(out)))
-            yield Step(name="te install", asks=asks, words=words, dry=None)
+            yield Step(name="te install", asks=asks, words=words, dry=None, limit=40, gate=True)
+            asks = "that its kernels load and multiply"
+            probe = (str(te / "probe.py"),)
+            yield Step(name="te probe", asks=asks, words=probe, dry=None, limit=30, gate=True)
         asks = "y, dx and dw of each recipe on Transformer Engine, of a layer and of experts"
-        yield program("te", "gpu_layers.py", asks, "te")
+        yield replace(program("te", "gpu_layers.py", asks, "te"), limit=130)
     elif part == "training":
         asks = "losses of short runs, equal in every bit where they must be"
         yield program("training", "gpu_training.py", asks)
@@ -166,42 +171,35 @@ def steps_of(part: str, out: Path, te: Path | None) -> Iterator[Step]:
 
 
 def nine_steps(out: Path) -> Iterator[Step]:
-    """What the first nine minutes on a GPU are for. The limits leave time for a look at the machine
-    and for packing.
+    """What nine minutes on a GPU are for: what no GPU has confirmed, and nothing that one has, which
+    other parts repeat. The limits leave time for a look at the machine and for packing.
 
-    First compiled kernels that are equal, without which nothing else counts; speeds before long
-    lists of cases; what would take minutes of compiling alone, Transformer Engine's build among it,
-    is left to other parts.
+    First a compiled kernel that is equal, without which nothing else counts; bits of kernels before
+    their speed; steps before long lists of cases.
     """
 
-    def step(name: str, limit: float | None, asks: str, *words: str, **options: object) -> Step:
+    def step(name: str, limit: float, asks: str, *words: str, gate: bool = False) -> Step:
         words = (*words, "--out", f"{out}-{name}.json")
-        return Step(name=f"nine {name}", asks=asks, words=words, limit=limit, **options)  # type: ignore[arg-type]
+        return Step(name=f"nine {name}", asks=asks, words=words, limit=limit, gate=gate)
 
     asks = "that a Triton kernel compiles, and that its codes are the reference's in every bit"
-    yield step("kernel", 45, asks, "gpu_kernels.py", "first", gate=True)
+    yield step("kernel", 25, asks, "gpu_kernels.py", "first", gate=True)
+    asks = "y, dx and dw of layers in blocks, whose gradients in E5M2 are emulated"
+    yield step("blocks", 30, asks, "gpu_layers.py", "native", "--no-timing", "--only", "block")
     asks = (
         "codes, scales, amaxes and values to the bit, of the kernels that a training run launches"
     )
-    exact = step("exact", None, asks, "gpu_kernels.py", "launched", "--processes", "8")
-    asks = "y, dx and dw of layers and experts on torch's scaled products"
-    native = step("native", None, asks, "gpu_layers.py", "native", "--no-timing")
-    asks = "first steps of each recipe; compiled; in liger's kernels"
-    checks = (*gpu_training.RECIPES, "compiled", "liger", "--patience", "120")
-    yield step("first", 190, asks, "gpu_training.py", *checks, beside=(exact, native))
-    asks = "products of codes equal to what is known of this GPU's sums"
-    yield step("sums", 25, asks, "gpu_sums.py")
-    asks = "GB/s of a copy and of the kernels of a training step; TFLOP/s of products"
+    yield step("exact", 35, asks, "gpu_kernels.py", "launched", "--processes", "8")
+    asks = "GB/s of copies and of the kernels of a training step; TFLOP/s of products"
     yield step("bandwidth", 35, asks, "gpu_bandwidth.py")
     asks = (
-        "a step of llama_1b in BF16, emulated NVFP4 and MXFP8, and FP8; BF16 recorded and compiled"
+        "ten queued steps of llama_1b, kernels and clocks: BF16 first and last, FP8, NVFP4, MXFP8"
     )
-    yield step("profile", 170, asks, "gpu_profile.py", "--nine")
-    asks = (
-        "losses and weights of a resumed and of a recomputed run in NVFP4 equal to a straight one's"
-    )
-    state = ("resumed, nvfp4", "recomputed, nvfp4")
-    yield step("state", 60, asks, "gpu_training.py", *state)
+    yield step("profile", 215, asks, "gpu_profile.py", "--nine")
+    asks = "what recipes of research add to the bit: few random bits, HiF4, IF4"
+    yield step("pieces", 90, asks, "gpu_kernels.py", "pieces", "--processes", "8")
+    asks = "products of codes equal to what is known of this GPU's sums"
+    yield step("sums", 80, asks, "gpu_sums.py")
 
 
 def site_of(out: Path) -> Path:
@@ -240,11 +238,13 @@ class Check:
     def part(self, name: str) -> None:
         """Run the steps of a part that are not done yet, as long as there is time."""
         print(f"==== {name}: {PARTS[name]}", flush=True)
-        self.take(steps_of(name, self.out, self.te))
+        self.take(steps_of(name, self.out, self.te), MEANT.get(name, NINE))
 
-    def take(self, steps: Iterable[Step]) -> None:
-        """Run steps that are not done yet, until a gate among them is not passed."""
-        stretch = (self.ends - time.monotonic()) / NINE
+    def take(self, steps: Iterable[Step], meant: float = NINE) -> None:
+        """Run steps that are not done yet, until a gate among them is not passed; their limits are
+        meant for so many seconds.
+        """
+        stretch = (self.ends - time.monotonic()) / meant
         spare = 0.0
         for step in steps:
             limit = float("inf")
@@ -254,7 +254,8 @@ class Check:
             passed = self.together(step, limit)
             spare = max(0.0, limit - (time.monotonic() - began))
             self.pack()
-            if step.gate and not passed:
+            named = self.dry and step.dry is None
+            if step.gate and not passed and not named:
                 print(f"== the part stops here: without {step.name} the other steps tell nothing")
                 return
 
@@ -287,7 +288,7 @@ class Check:
             with self.done.open("a") as file:
                 file.write(f"{step.name}\n")
             print(f"== {step.name}: ended, {seconds:.0f} s", flush=True)
-        elif code == LEFT_OUT and not step.gate:
+        elif code == LEFT_OUT and (self.dry or not step.gate):
             print(f"== {step.name}: left out", flush=True)
             self.absent.append(step.name)
         else:
@@ -456,7 +457,7 @@ def read(words: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("out", type=Path, nargs="?", help="benchmarks/NAME; a dry run needs none")
     parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(PARTS))
-    parser.add_argument("--te", type=Path, metavar="FOLDER", help="with install.sh")
+    parser.add_argument("--te", type=Path, metavar="FOLDER", help="with install.sh and probe.py")
     parser.add_argument("--kernels", type=Path, metavar="ARCHIVE", help="of pack_gpu.py --kernels")
     parser.add_argument("--archive", type=Path, default=os.environ.get("OUT"), help="a folder")
     parser.add_argument("--total", type=float, metavar="MINUTES", help="of the whole call")
@@ -475,8 +476,9 @@ def read(words: list[str] | None) -> argparse.Namespace:
         parser.error(
             f"--total {options.total:g} leaves nothing: a call takes {ENDING:.0f} s to end"
         )
-    if options.te is not None and not (options.te / "install.sh").is_file():
-        parser.error(f"--te {options.te} holds no install.sh")
+    for name in ("install.sh", "probe.py"):
+        if options.te is not None and not (options.te / name).is_file():
+            parser.error(f"--te {options.te} holds no {name}")
     if options.kernels is not None and not options.kernels.is_file():
         parser.error(f"--kernels {options.kernels} is no file")
     for name in ("out", "te", "archive"):

@@ -365,6 +365,7 @@ def main(words: list[str] | None = None) -> int:
     parser = gpu_results.options(__doc__)
     parser.add_argument("backend", choices=("native", "te"))
     parser.add_argument("--size", type=int, default=4096, help="features of the timed layers")
+    parser.add_argument("--only", default="", help="recipes whose names have this word")
     parser.add_argument("--no-timing", action="store_true", help="compare only")
     options, results = gpu_results.begin(parser, words)
     if options.dry_run:
@@ -374,7 +375,8 @@ def main(words: list[str] | None = None) -> int:
     size = options.size
     timed = None if options.no_timing else Problem.draw(size, size, size, "cuda")
     small = Problem.draw(256, 512, 384, "cuda")
-    return check(results, options.backend, RECIPES, small, timed)
+    recipes = {name: recipe for name, recipe in RECIPES.items() if options.only in name}
+    return check(results, options.backend, recipes, small, timed)
 
 
 if __name__ == "__main__":

@@ -32,7 +32,6 @@ import gpu_bandwidth
 import gpu_copy
 import gpu_kernels
 import gpu_profile
-import gpu_training
 import torch
 from benchmark_steps import built_run, real_vocabulary
 from torch import Tensor
@@ -270,7 +269,7 @@ def cases() -> None:
     """The kernels of all cases that are compared with the reference."""
     equal = patch.object(gpu_kernels, "difference", lambda *_: None)
     with equal, patch.object(triton, "why_not", lambda *_: None):
-        for choice in ("first", "launched"):
+        for choice in ("first", "launched", "pieces"):
             for case in gpu_kernels.CHOICES[choice](gpu_kernels.SHAPES):
                 gpu_kernels.check(case, "cpu")
 
@@ -305,11 +304,6 @@ def sources(capability: int) -> dict[str, Callable[[], None]]:
             return ["backend=native"]
         return ["backend=emulate"]
 
-    for recipe in gpu_training.RECIPES:
-        words = [*gpu_training.SHORT, f"recipe={recipe}", *backend(recipe)]
-        calls[f"first steps, {recipe}"] = partial(training_steps, words)
-    words = [*gpu_training.EXACT, "recipe=nvfp4", *backend("nvfp4")]
-    calls["resume"] = partial(training_steps, words)
     for recipe, mode, count in gpu_profile.NINE:
         if mode in ("emulated", "eager") or (mode == "native" and capability >= 100):
             words = gpu_profile.key_words(recipe, mode, count)

@@ -40,7 +40,8 @@ def test_a_dry_run_executes_every_part_and_keeps_its_results(tmp_path: Path) -> 
         "OMP_NUM_THREADS": "1",
     }
     (tmp_path / "carried").mkdir()
-    (tmp_path / "carried/install.sh").write_text("exit 1\n")
+    for name in ("install.sh", "probe.py"):
+        (tmp_path / "carried" / name).write_text("exit 1\n")
     command = ["bash", str(SCRIPT), "out/x", *PARTS, "--te", "carried", "--dry-run"]
     done = subprocess.run(
         command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=900
@@ -51,13 +52,13 @@ def test_a_dry_run_executes_every_part_and_keeps_its_results(tmp_path: Path) -> 
     assert parts == list(PARTS)
     executed, asked = (steps_with(text, lines) for text in (": ended, ", ": on a GPU: "))
     only_named = steps_with(": only named", lines)
-    assert asked - executed == only_named == {"te install"}, "no stand-in for these"
-    assert lines[-1] == "gpu_check: cannot run here: te install"
+    assert asked - executed == only_named == {"te install", "te probe"}, "no stand-in for these"
+    assert lines[-1] == "gpu_check: cannot run here: te install, te probe"
     names = {step.name for part in PARTS for step in flat(gpu_check.steps_of(part, tmp_path, None))}
     assert names <= executed
     with tarfile.open(tmp_path / "back" / "x.tgz") as archive:
-        assert {"x-kernels.json", "x-state.json", "x-te.json", "x.done"} <= {*archive.getnames()}
-        for name in ("first", "exact", "profile", "bandwidth", "native", "te"):
+        assert {"x-kernels.json", "x-pieces.json", "x-te.json", "x.done"} <= {*archive.getnames()}
+        for name in ("blocks", "exact", "profile", "bandwidth", "native", "te"):
             rows = json.load(archive.extractfile(f"x-{name}.json"))["rows"]  # type: ignore[arg-type]
             assert len(rows) > 2 and all(row["ok"] for row in rows), name
 
@@ -158,8 +159,17 @@ def test_a_first_visit_takes_nine_minutes_and_is_what_a_call_without_parts_runs(
     assert steps[0].gate and all(step.limit is not None for step in steps)
     assert 500 < sum(step.limit or 0 for step in steps) <= gpu_check.NINE - gpu_check.ENDING
     names = [step.name for step in steps]
-    assert names.index("nine bandwidth") < names.index("nine profile") < names.index("nine state")
+    assert names.index("nine exact") < names.index("nine bandwidth") < names.index("nine profile")
     assert gpu_check.read(["x", "--total", "9"]).parts == ["nine"]
+
+
+def test_a_carried_transformer_engine_is_probed_before_its_layers_run_within_210_seconds(
+    tmp_path: Path,
+) -> None:
+    install, probe, layers = gpu_check.steps_of("te", tmp_path / "x", tmp_path)
+    assert install.gate and probe.gate and not layers.gate
+    assert probe.command()[-1] == str(tmp_path / "probe.py") and (probe.limit or 0) <= 30
+    assert sum(step.limit or 0 for step in (install, probe, layers)) <= 210 - gpu_check.ENDING
 
 
 @pytest.mark.long
