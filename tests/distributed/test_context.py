@@ -133,3 +133,30 @@ def test_a_run_goes_on_with_other_chunks(ranks: Ranks) -> None:
     )
     ranks.train(2, "parts", *ALL, "recipe=nvfp4", "parallel.cp=2", "checkpoint.every=2")
     ranks.same("whole", "parts")
+
+
+FREED = """
+import weakref
+import torch
+from fp4train.models.common import chunks
+from fp4train.nn.ranks import Ranks
+
+gathered, gather = [], chunks._gathered
+
+def noted(*arguments):
+    tensors = gather(*arguments)
+    gathered.extend(map(weakref.ref, tensors))
+    return tensors
+
+chunks._gathered = noted
+q, k, v = (torch.randn(1, 2, 16, 8, requires_grad=True) for _ in range(3))
+sequence = chunks.SequenceRanks(Ranks(group=None, rank=rank, size=world), recomputes=False)
+y = sequence.attended(q, k, v, None)
+kept = sum(tensor() is not None for tensor in gathered)
+y.sum().backward()
+report([len(gathered), kept])
+"""
+
+
+def test_gathered_keys_and_values_are_freed_and_gathered_again_in_backward(ranks: Ranks) -> None:
+    assert ranks.program(FREED, 2) == [[[4, 0]]] * 2

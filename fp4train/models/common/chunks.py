@@ -11,6 +11,7 @@ one after another. So n ranks have its bits.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -95,10 +96,13 @@ class SequenceRanks:
             return
         again = _GatheredAgain(k.detach(), v.detach(), self.ranks)
 
+        kind = keys.shape, keys.dtype
+        gathered = weakref.ref(keys), weakref.ref(values)  # what autograd keeps may have `pack`
+
         def pack(x: Tensor) -> Tensor | Callable[[], Tensor]:
-            if (x.shape, x.dtype) == (keys.shape, keys.dtype):
-                for which, gathered in enumerate((keys, values)):
-                    if x.is_set_to(gathered):
+            if (x.shape, x.dtype) == kind:
+                for which, reference in enumerate(gathered):
+                    if (tensor := reference()) is not None and x.is_set_to(tensor):
                         return partial(again, which)
             return x
 
