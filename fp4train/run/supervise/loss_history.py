@@ -30,7 +30,7 @@ the spread s, its margin is d = max(0.4 |L|, 5 s, 0.1). A mean above L + d is a 
 which began with the first of the last losses that all are above L + 0.75 d.
 
 A model that knows nothing gives all V tokens of the vocabulary the same probability: its loss is
-ln V. Once the first loss of a run, or `PERSIST` in a row, were below 0.8 ln V, `LASTING` = 12 in a
+ln V. Once the first of the losses, or `PERSIST` in a row, were below 0.8 ln V, `LASTING` = 12 in a
 row above 0.95 ln V are a divergence; where the run ends, `PERSIST`. So are as many above 1.2 times
 the larger of ln V and the first loss, whatever came before them. Vocabularies below
 `LEAST_VOCABULARY` are left out.
@@ -308,7 +308,9 @@ class Divergence:
         self.recent = (*self.recent, loss)[-PERSIST:]
         self.last = (*self.last, loss)[-LASTING:]
         self.least = min(self.least, loss)
-        if (step == 0 or len(self.recent) == PERSIST) and max(self.recent) < LEARNED * self.uniform:
+        if (not self.past or len(self.recent) == PERSIST) and max(
+            self.recent
+        ) < LEARNED * self.uniform:
             self.learned = True
         if not self.past or on_curve:
             self.past = (*self.past, loss)[-MEMORY:]

@@ -243,11 +243,14 @@ def test_four_huge_losses_in_a_row_do_not_hide_a_collapse_that_comes_later(later
     assert seen_at([*calm[:60], *[1e6] * 4, *calm[60:], *[10.0] * 5]) == 68 + later
 
 
-def test_a_model_that_is_tuned_and_ruined_by_its_first_update_has_diverged() -> None:
-    """One loss alone was low, and the others are within the limit that few losses have."""
-    found = Divergence(uniform=math.log(257))
-    for step in range(30):
-        found.add(step, 5.56 if step else 3.0)
+@pytest.mark.parametrize("begin", [0, 40])
+def test_a_model_that_is_tuned_and_ruined_by_its_first_update_has_diverged(begin: int) -> None:
+    """One loss alone was low, of a new run or of a branch with other data, and the others are within
+    the limit that few losses have.
+    """
+    found = Divergence(uniform=math.log(257), known=begin).anew()
+    for step in range(begin, begin + 30):
+        found.add(step, 5.56 if step > begin else 3.0)
     assert found.beyond_noise
 
 
