@@ -1,14 +1,13 @@
 """Objects on a store, such as s3://bucket/a, as files: by fsspec, which has protocols and credentials.
 
-Bytes are read by ranges, several in one call, which is repeated after each of `PAUSES` where
-fsspec's own attempts fail. An instance of a store is not kept: after a fork it is another one.
+Bytes are read by ranges, several in one call; fsspec repeats what fails for a while. An instance of a
+store is not kept: after a fork it is another one.
 """
 
 import errno
 import io
 import os
 import stat
-import time
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,13 +20,8 @@ from fp4train.text import first_line
 
 PIECE = 1 << 20
 """Bytes of a range, where an object is read from the first on."""
-PAUSES = (1.0, 4.0, 16.0)
-"""Seconds."""
 _IDENTITIES = ("ETag", "etag", "blob_id", "mtime", "LastModified", "last_modified", "created")
 """What stores say of an object that is another value after a change; the first counts."""
-
-Range = tuple["StorePath", int, int]
-"""Object, first byte, and the byte behind the last."""
 
 
 class StorePath(PosixPath):
@@ -41,7 +35,7 @@ class StorePath(PosixPath):
     def __str__(self) -> str:
         return super().__str__().replace(":/", "://", 1)
 
-    def resolve(self, strict: bool = False) -> "StorePath":
+    def resolve(self, *_: Any) -> "StorePath":
         return self
 
     @cached_property
@@ -53,16 +47,18 @@ class StorePath(PosixPath):
     @property
     def known_by(self) -> str:
         """What tells a change of the object, beside its size."""
-        return next((name for name in _IDENTITIES if self.info.get(name)), "name")
+        return next((name for name in _IDENTITIES if name in self.info), "name")
 
     def stat(self, **_: Any) -> os.stat_result:
         """Kind, size, and as inode what tells a change."""
         kind = stat.S_IFDIR if self.info["type"] == "directory" else stat.S_IFREG
-        identity = zlib.crc32(str(self.info.get(self.known_by)).encode())
-        values = (kind, identity, 0, 1, 0, 0, self.info["size"] or 0, 0, 0, 0)
-        return os.stat_result(values, {"st_mtime_ns": 0, "st_ctime_ns": 0})
+        identity = zlib.crc32(f"{self.info.get(self.known_by)}".encode())
+        return os.stat_result(
+            (kind, identity, 0, 1, 0, 0, self.info["size"] or 0, 0, 0, 0),
+            {"st_mtime_ns": 0, "st_ctime_ns": 0},
+        )
 
-    def open(self, *_: Any, **__: Any) -> Any:
+    def open(self, mode: str = "rb") -> Any:  # type: ignore[override]
         """The object, to be read in binary."""
         return io.BufferedReader(_StoreFile(self), PIECE)
 
@@ -97,23 +93,23 @@ class _StoreFile(io.RawIOBase):
         return size
 
 
-def read_ranges(ranges: Sequence[Range], pauses: Sequence[float] = PAUSES) -> list[bytes]:
-    """The bytes of ranges on stores of one kind, in one call."""
+def read_ranges(ranges: Sequence[tuple[StorePath, int, int]]) -> list[bytes]:
+    """The bytes of ranges, in one call; of ranges on stores of several kinds in one each.
+
+    Args:
+        ranges: object, its first byte, and the byte behind the last.
+    """
+    if len({path.parts[0] for path, _, _ in ranges}) != 1:
+        return [read_ranges([part])[0] for part in ranges]
     paths, firsts, ends = map(list, zip(*ranges, strict=True))
-    try:
-        with _store(paths[0]) as (store, _):
-            parts = store.cat_ranges([*map(str, paths)], firsts, ends, on_error="return")
-            for (path, first, end), part in zip(ranges, parts, strict=True):
-                if isinstance(part, Exception):
-                    raise part
-                if len(part) != end - first:
-                    raise EOFError(f"{path} ends before byte {end:,}")
-            return list(parts)
-    except UserError:
-        if not pauses:
-            raise
-    time.sleep(pauses[0])
-    return read_ranges(ranges, pauses[1:])
+    with _store(paths[0]) as (store, _):
+        parts = store.cat_ranges([*map(str, paths)], firsts, ends, on_error="return")
+        for (path, first, end), part in zip(ranges, parts, strict=True):
+            if isinstance(part, Exception):
+                raise part
+            if len(part) != end - first:
+                raise EOFError(f"{path} ends before byte {end:,}")
+        return list(parts)
 
 
 def native_file(path: Path) -> Any:
@@ -133,8 +129,8 @@ def _store(path: StorePath) -> Iterator[tuple[Any, str]]:
 
         yield url_to_fs(str(path), use_listings_cache=False)
     except FileNotFoundError as error:
-        text = "the store has no such object"
-        raise FileNotFoundError(errno.ENOENT, text, str(path)) from error
+        raise FileNotFoundError(errno.ENOENT, "the store lacks it", str(path)) from error
     except Exception as error:  # each store has its own
-        kind = type(error).__name__
-        raise UserError(f"{path} cannot be read: {first_line(error)} ({kind})") from error
+        raise UserError(
+            f"{path} cannot be read: {first_line(error)} ({type(error).__name__})"
+        ) from error

@@ -131,12 +131,12 @@ def files_of(path: str, suffixes: Sequence[str], key: str) -> list[Path]:
     """
     place = expanded(path, key)
     is_pattern = glob.has_magic(str(place)) and not os.path.lexists(place)
-    matches: Sequence[Path]
     if is_pattern:
-        if isinstance(place, StorePath):
-            matches = sorted(place.listed("glob"))
-        else:
-            matches = sorted(Path(match) for match in glob.glob(str(place), recursive=True))
+        matches = sorted(
+            place.listed("glob")
+            if isinstance(place, StorePath)
+            else map(Path, glob.glob(str(place), recursive=True))
+        )
         place = Path(*takewhile(lambda part: not glob.has_magic(part), place.parts))
     else:
         matches = [existing_path(path, key)]
@@ -159,8 +159,8 @@ def files_of(path: str, suffixes: Sequence[str], key: str) -> list[Path]:
     if not filled:
         what = " is empty" if of_data == [place] else ": each of its files is empty"
         raise DataError(f"{key}={path}{what}")
-    if isinstance(first := filled[0], StorePath):
-        _log.info("%s=%s: %d objects, known by %s", key, path, len(filled), first.known_by)
+    if isinstance(filled[0], StorePath):
+        _log.info("%s=%s: its objects are known by %s", key, path, filled[0].known_by)
     return filled
 
 

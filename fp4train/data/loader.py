@@ -107,6 +107,7 @@ class Loader(Stream):
         )
         self.tokens = tokens
         self.all_scored = tokens.scored is None
+        self.ahead = getattr(tokens.ids, "ahead", 1)
         self.seed = seed
         self.sequences = [(part.end - part.first - 1) // seq_len for part in self.parts]
         self.stages = stages or [(0, tuple(part.share for part in self.parts))]
@@ -275,7 +276,7 @@ class Feed:
         self.stream = stream
         self.device = device
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="feed")
-        self._next: tuple[int, int, Future[_Share]] | None = None
+        self._ahead: dict[tuple[int, int], Future[_Share]] = {}
         self._waits: tuple[float, int, int] | None = None
         self._waited = 0.0
 
@@ -283,23 +284,24 @@ class Feed:
         """Inputs and targets, int64 [count, T] each, of positions first … first+count-1 of the run.
 
         Args:
-            then: position that is asked for next, with the same count; None: nothing is fetched in
-                advance.
+            then: position that is asked for next, with the same count, and further ones at this
+                distance; None: nothing is fetched in advance.
 
         Raises:
             UserError: the rows hold ids that the vocabulary lacks.
         """
-        ahead = self._next
-        self._next = None
+        ahead = self._ahead
+        self._ahead = {}
         with self._waiting(first, count):
-            if ahead is not None and ahead[:2] == (first, count):
-                share = ahead[2].result()
+            if (first, count) in ahead:
+                share = ahead[first, count].result()
             else:
                 share = self._fetch(first, count)
-        fetched = share.rows
         if then is not None:
-            self._next = (then, count, self._thread.submit(self._fetch, then, count))
-        inputs, targets = (rows.to(self.device, non_blocking=True) for rows in fetched)
+            for start in range(then, then + self.stream.ahead * (then - first), then - first):
+                rows = start, count
+                self._ahead[rows] = ahead.get(rows) or self._thread.submit(self._fetch, *rows)
+        inputs, targets = (rows.to(self.device, non_blocking=True) for rows in share.rows)
         return inputs, targets
 
     def problem(self, first: int, count: int) -> str | None:
@@ -308,10 +310,10 @@ class Feed:
         Several ranks ask before they begin a step together, so that none of them is left alone in
         it.
         """
-        if self._next is None or self._next[:2] != (first, count):
-            self._next = (first, count, self._thread.submit(self._fetch, first, count))
+        if (first, count) not in self._ahead:
+            self._ahead = {(first, count): self._thread.submit(self._fetch, first, count)}
         with self._waiting(first, count):
-            error = self._next[2].exception()
+            error = self._ahead[first, count].exception()
         if error is not None and not isinstance(error, DataError):
             raise error
         return None if error is None else str(error)
@@ -319,10 +321,10 @@ class Feed:
     def loss_factor(self, batch: int) -> float:
         """`Stream.loss_factor` of a whole batch, which is fetched with its rows."""
         size = self.stream.batch_size
-        if self._next is not None and self._next[0] // size == batch:
-            start, count, share = self._next
-            with self._waiting(start, count):
-                return share.result().loss_factor
+        for (start, count), share in self._ahead.items():
+            if start // size == batch:
+                with self._waiting(start, count):
+                    return share.result().loss_factor
         return self.stream.loss_factor(batch * size, size)
 
     def waiting(self) -> tuple[float, str] | None:
@@ -351,7 +353,7 @@ class Feed:
 
     def close(self) -> None:
         """End the thread; `rows` must not be called with `then` afterwards."""
-        self._next = None
+        self._ahead = {}
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _fetch(self, first: int, count: int) -> _Share:

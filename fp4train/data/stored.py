@@ -8,6 +8,7 @@ the file was when it was opened:
 |---|---|
 | a shard of the token cache | the CRC-32 of each `BLOCK` that is read, with that of when it was written |
 | a token file of the user's | its stamp after each read; where it differs, the digest of all of it |
+| a token file on a store | nothing: each start compares its identity (`stores.py`) |
 """
 
 import os
@@ -24,7 +25,8 @@ from typing import Any, Generic, TypeVar, overload
 import numpy as np
 import numpy.typing as npt
 
-from fp4train.errors import DataError
+from fp4train.errors import DataError, UserError, data_errors
+from fp4train.stores import StorePath, read_ranges
 
 Ids = npt.NDArray[np.integer[Any]]
 Places = npt.NDArray[np.int64]
@@ -33,6 +35,8 @@ BLOCK = 1 << 12
 """Bytes of each checksum: a row of a batch is read in whole blocks."""
 OPEN = 16
 """Most shards of one entry that stay open: a process can have few files open."""
+AHEAD = 4
+"""Batches that are fetched before they are asked for, where a store may answer late."""
 SUSPECT = ".bad"
 """Suffix of the mark beside a shard that was found damaged while a run read it."""
 
@@ -207,6 +211,22 @@ class WatchedFile(IdFile):
         return data
 
 
+class StoreFile(IdFile):
+    """A token file on a store."""
+
+    def __init__(self, path: StorePath) -> None:
+        self.path: StorePath = path
+        self.dtype = np.dtype(np.uint8)
+        self.stamp = stamp_of(path.stat())
+
+    def let_go(self) -> None:
+        """Nothing is open."""
+
+    def raw(self, first: int, size: int) -> bytes:
+        start = self.offset + first
+        return read_ranges([(self.path, start, start + size)])[0]
+
+
 IdFileKind = TypeVar("IdFileKind", bound=IdFile, covariant=True)
 
 
@@ -239,8 +259,7 @@ class StoredIds(Generic[IdFileKind]):
     def __getitem__(self, part: slice) -> "StoredIds[IdFileKind]": ...
     def __getitem__(self, part: int | slice) -> "StoredIds[IdFileKind] | np.integer[Any]":
         if not isinstance(part, slice):
-            (number,) = self._stretch(part + len(self) if part < 0 else part, 1)
-            return np.int64(number)
+            return np.int64(self.take(np.array([part + len(self) if part < 0 else part]))[0])
         begin, end, step = part.indices(len(self))
         if step != 1:
             raise ValueError(f"a step of {step}: stored ids are cut in stretches")
@@ -250,7 +269,7 @@ class StoredIds(Generic[IdFileKind]):
         return stretch
 
     def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> Ids:
-        ids = self._stretch(0, len(self))
+        ids = self.take(np.arange(len(self)))
         return ids if dtype is None else ids.astype(dtype)
 
     def tolist(self) -> list[int]:
@@ -260,42 +279,52 @@ class StoredIds(Generic[IdFileKind]):
 
     def take(self, places: Places) -> Ids:
         """The ids at `places`, of any shape. A stretch of places that follow each other is read at
-        once, and so is what lies between all places where that is no more than they are.
+        once, and so is what lies between all places where that is less than they are.
         """
         flat = np.asarray(places, np.int64).ravel()
-        if len(flat) and (span := int(np.ptp(flat)) + 1) <= len(flat):
-            first = int(flat.min())
-            return self._stretch(first, span)[flat - first].reshape(np.shape(places))
+        if not len(flat):
+            return np.empty(np.shape(places), self.dtype)
+        first = int(flat.min())
+        end = int(flat.max()) + 1
+        if not 0 <= first < end <= len(self):
+            raise IndexError(f"ids {first} to {end} of {len(self)}")
+        if end - first < len(flat):
+            return self.take(np.arange(first, end))[flat - first].reshape(np.shape(places))
+        flat = flat + self._first
+        numbers = np.searchsorted(self._starts, flat, side="right") - 1
+        begins = np.flatnonzero(np.diff(flat + numbers, prepend=-9) != 1)  # or another file
+        counts = np.diff(begins, append=len(flat)).tolist()
+        firsts = (flat - self._starts[numbers])[begins].tolist()
         ids = np.empty(len(flat), self.dtype)
-        borders = np.flatnonzero(np.diff(flat) != 1) + 1
-        for begin, end in zip([0, *borders.tolist()], [*borders.tolist(), len(flat)], strict=True):
-            if begin < end:
-                ids[begin:end] = self._stretch(int(flat[begin]), end - begin)
+        at = 0
+        for part in self._read([*zip(numbers[begins].tolist(), firsts, counts, strict=True)]):
+            ids[at : at + len(part)] = part
+            at += len(part)
         return ids.reshape(np.shape(places))
+
+    def _read(self, pieces: Sequence[tuple[int, int, int]]) -> Iterator[Ids]:
+        """The ids of pieces: (number of the file, first of its ids, ids)."""
+        for number, first, count in pieces:
+            yield self.file(number).read(first, count)
 
     def file(self, number: int) -> IdFileKind:
         """The file of this number among all."""
         return self.files[number]
 
-    def _stretch(self, first: int, count: int) -> Ids:
-        if not 0 <= first <= first + count <= len(self):
-            raise IndexError(f"ids {first} to {first + count} of {len(self)}")
-        at = self._first + first
-        end = at + count
-        number = int(np.searchsorted(self._starts, at, side="right")) - 1
-        parts: list[Ids] = []
-        while at < end:
-            place = at - int(self._starts[number])
-            file = self.file(number)
-            part = file.read(place, min(end - at, file.count - place))
-            parts.append(part)
-            at += len(part)
-            number += 1
-        if not parts:
-            return np.empty(0, self.dtype)
-        if len(parts) == 1:
-            return parts[0]
-        return np.concatenate(parts).astype(self.dtype, copy=False)
+
+class RemoteIds(StoredIds[StoreFile]):
+    """The ids of files on stores: all pieces are read in one call."""
+
+    ahead = AHEAD
+
+    def _read(self, pieces: Sequence[tuple[int, int, int]]) -> Iterator[Ids]:
+        files = [self.files[number] for number, _, _ in pieces]
+        ranges = []
+        for file, (_, first, count) in zip(files, pieces, strict=True):
+            start = file.offset + first * file.dtype.itemsize
+            ranges.append((file.path, start, start + count * file.dtype.itemsize))
+        with data_errors(OSError, UserError):
+            return map(np.frombuffer, read_ranges(ranges), [file.dtype for file in files])
 
 
 class ShardedIds(StoredIds[CheckedFile]):
@@ -348,9 +377,23 @@ class _Stretch(IdFile):
         return np.asarray(self.ids[first : first + count])
 
 
+class _JoinedIds(StoredIds[_Stretch]):
+    """The ids of several arrays; what is taken is asked of each array once."""
+
+    ahead = AHEAD
+
+    def take(self, places: Places) -> Ids:
+        at = np.asarray(places) + self._first
+        ids = np.empty(at.shape, self.dtype)
+        for first, stretch in zip(self._starts, self.files, strict=False):
+            inside = (first <= at) & (at < first + stretch.count)
+            ids[inside] = stretch.ids.take(at[inside] - first)
+        return ids
+
+
 def joined(arrays: Sequence["TokenIds"]) -> StoredIds[IdFile]:
     """The ids of several arrays, one after another; none is copied."""
-    return StoredIds([_Stretch(ids) for ids in arrays])
+    return _JoinedIds([_Stretch(ids) for ids in arrays])
 
 
 def untyped(ids: "TokenIds") -> bool:

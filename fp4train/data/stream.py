@@ -35,6 +35,8 @@ class Stream(ABC):
 
     all_scored = True
     """Whether every target counts in the loss."""
+    ahead = 1
+    """Batches that are fetched before they are asked for."""
 
     def __init__(self, *, name: str, vocab_size: int, batch_size: int, seq_len: int) -> None:
         self.name = name

@@ -17,7 +17,7 @@ from fp4train.data.cache import CacheEntry
 from fp4train.data.digests import file_digests
 from fp4train.data.files import expanded, input_files, shown
 from fp4train.data.huggingface import saved_files
-from fp4train.data.stored import StoredIds, TokenIds, WatchedFile
+from fp4train.data.stored import RemoteIds, StoredIds, StoreFile, TokenIds, WatchedFile
 from fp4train.data.token_formats import DTYPES, open_tokens
 from fp4train.data.token_tables import SUFFIXES as TABLES, hold_tables, table_entry
 from fp4train.data.tokens import Borders, TokenData, check_val, hold_out, token_data
@@ -133,6 +133,8 @@ class Tokens:
             parts.append(open_tokens(file, self.dtype, self.vocab_size, key))
             if len(files) > OPEN:
                 parts[-1].let_go()
+        if all(isinstance(part, StoreFile) for part in parts):
+            return RemoteIds(parts)  # type: ignore[arg-type]
         return StoredIds(parts)
 
 
@@ -154,7 +156,7 @@ def _file(path: str, key: str) -> str:
     prefix = expanded(path, key)
     if prefix.suffix == ".idx":
         return str(prefix.with_suffix(".bin"))
-    if not prefix.exists() and Path(f"{prefix}.bin").exists():
+    if not prefix.exists() and prefix.with_name(f"{prefix.name}.bin").exists():
         return f"{prefix}.bin"
     return path
 
@@ -170,6 +172,7 @@ def _digest(ids: TokenIds, run_dir: Path) -> str | None:
     assert isinstance(ids, StoredIds)
     watched = [file for file in ids.files if isinstance(file, WatchedFile)]
     digests = file_digests(watched, run_dir)
+    digests += [f"{file.stamp[2]:08x}" for file in ids.files if isinstance(file, StoreFile)]
     if len(digests) > 1:
         return hashlib.sha256("".join(digests).encode()).hexdigest()[:16]
     return next(iter(digests), None)

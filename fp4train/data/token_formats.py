@@ -19,6 +19,7 @@ size that follows from it, and refused otherwise. What is a container of another
 refused by what it is.
 """
 
+import math
 import os
 import struct
 import warnings
@@ -29,8 +30,9 @@ from typing import Any
 import numpy as np
 
 from fp4train.data.containers import HEAD, TAIL, container, is_text
-from fp4train.data.stored import WatchedFile
+from fp4train.data.stored import IdFile, StoreFile, WatchedFile
 from fp4train.errors import DataError, data_errors, reason
+from fp4train.stores import StorePath
 from fp4train.text import first_line
 
 DTYPES = ("uint8", "uint16", "uint32", "int32", "int64")
@@ -57,7 +59,7 @@ class IdLayout:
     count: int | None = None
 
 
-def open_tokens(path: Path, dtype: str | None, vocab_size: int, key: str) -> WatchedFile:
+def open_tokens(path: Path, dtype: str | None, vocab_size: int, key: str) -> IdFile:
     """The ids of a token file of any of the formats.
 
     Args:
@@ -66,9 +68,13 @@ def open_tokens(path: Path, dtype: str | None, vocab_size: int, key: str) -> Wat
     Raises:
         DataError: it is no token file, or not as its header says.
     """
+    file: WatchedFile | StoreFile
     with data_errors(OSError, before=f"{key}={path} cannot be read: ", message=reason):
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    file = WatchedFile(descriptor, path, np.dtype(np.uint8), 0)
+        if isinstance(path, StorePath):
+            file = StoreFile(path)
+        else:
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            file = WatchedFile(descriptor, path, np.dtype(np.uint8), 0)
     size = file.stamp[0]
     if not size:
         raise DataError(f"{key}={path} is empty")
@@ -139,29 +145,33 @@ def _numpy_layout(path: Path, size: int) -> IdLayout:
     lies there.
     """
     refused = f"{path} is a NumPy array that cannot be read: "
-    with warnings.catch_warnings(), data_errors(Exception, before=refused, message=first_line):
+    with (
+        warnings.catch_warnings(),
+        data_errors(Exception, before=refused, message=first_line),
+        path.open("rb") as file,
+    ):
         warnings.simplefilter("ignore")  # about headers of Python 2, which are read
-        mapped = np.load(path, mmap_mode="r", allow_pickle=False)
-        if not isinstance(mapped, np.memmap):
-            raise ValueError("it holds several arrays")
-    dtype = mapped.dtype
-    shape = mapped.shape
-    offset = int(mapped.offset)
+        version = np.lib.format.read_magic(file)
+        old = version == (1, 0)
+        read = np.lib.format.read_array_header_1_0 if old else np.lib.format.read_array_header_2_0
+        shape, by_columns, dtype = read(file)
+        offset = file.tell()
     if dtype.kind not in "iu":
         raise DataError(
             f"{path} is a NumPy array of {dtype}, not of token ids, which are whole numbers"
         )
-    if not shape or not mapped.flags.c_contiguous:
+    if not shape or by_columns:
         raise DataError(
             f"{path} is a NumPy array of shape {shape} whose rows do not lie one after another. Write "
             "it with numpy.save('train.npy', numpy.ascontiguousarray(ids))"
         )
-    expected = offset + mapped.size * dtype.itemsize
+    count = math.prod(shape)
+    expected = offset + count * dtype.itemsize
     if expected != size:
         raise DataError(
             f"{path} has {size:,} bytes, but its header says {expected:,}: {dtype} of shape {shape}"
         )
-    return IdLayout(dtype, offset, int(mapped.size))
+    return IdLayout(dtype, offset, count)
 
 
 def _megatron_dtype(index: Path, size: int) -> str:
@@ -185,7 +195,9 @@ def _megatron_dtype(index: Path, size: int) -> str:
             )
         tokens = 0
         left = sequences
-        while left and len(lengths := np.fromfile(file, "<i4", min(LENGTHS_AT_ONCE, left))):
+        while left and len(
+            lengths := np.frombuffer(file.read(4 * min(LENGTHS_AT_ONCE, left)), "<i4")
+        ):
             tokens += int(lengths.sum(dtype=np.int64))
             left -= len(lengths)
     expected = tokens * np.dtype(MEGATRON_CODES[code]).itemsize
@@ -200,7 +212,7 @@ def _megatron_dtype(index: Path, size: int) -> str:
 def _datatrove_width(metadata: Path, size: int) -> int:
     """The bytes of an id, checked against the size of the token file."""
     with data_errors(OSError, ValueError, before=f"{metadata} cannot be read: "):
-        first, count, *_ = metadata.read_text(encoding="utf-8").split("\n")
+        first, count, *_ = metadata.read_bytes().decode().split("\n")
         width = size // max(int(count), 1)
     said = first.rpartition("|")[2]
     if width not in (2, 4) or width * int(count) != size or said not in (first, str(width)):
@@ -233,7 +245,7 @@ def _refuse_others(path: Path, head: bytes, tail: bytes, size: int, dtype: str |
         )
 
 
-def _check_width(file: WatchedFile) -> None:
+def _check_width(file: IdFile) -> None:
     """Refuse ids that are halves of wider ones: in all of a small file, and in 64 pieces of a larger
     one, every second one is far smaller than the others.
     """

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import fsspec
+import numpy as np
 import pytest
 from object_store import serving
 from shown import commands, shortened
@@ -21,7 +22,8 @@ def test_the_commands_about_object_stores_run(
         store = fsspec.filesystem("s3")
         store.pipe("lake/texts/a.txt", TEXT)
         store.pipe("lake/rows/a.jsonl", b'{"text": "some words of it"}\n' * 1000)
-        assert len(COMMANDS) > 1
+        store.pipe("lake/ids/a.bin", (np.arange(20_000) % 257).astype("<u2").tobytes())
+        assert len(COMMANDS) > 2
         for words in COMMANDS:
             trains = any(word.startswith("data=") for word in words)
             with pytest.raises(SystemExit) as ended:
