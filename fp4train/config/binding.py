@@ -261,6 +261,12 @@ def hint_of(key: str, node: Any, hint: Any) -> Any:
     return hint
 
 
+def sections_of(node: Mapping[Any, Any], hint: Any) -> Iterator[tuple[str, Any, Any]]:
+    """(Key, value, type that is needed) of what a section holds."""
+    _, hints = _described(node, hint)
+    return ((str(key), value, hints(str(key))) for key, value in node.items())
+
+
 def takes_path(hint: Any) -> bool:
     """Whether a text of this type names a file or folder."""
     return Path in types_of(hint) or mark_of(hint, NamesPath) is not None

@@ -6,7 +6,6 @@ found beside those that there are.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -26,7 +25,7 @@ from fp4train.config import overrides
 from fp4train.config.binding import complete, key_fields
 from fp4train.config.folders import CONFIGS, own_options, register_recipes, yaml_problem
 from fp4train.config.schema import Config, is_entry, keys, plain, take_out
-from fp4train.config.typed import items, typed, typed_texts
+from fp4train.config.typed import items, lost_texts, typed, typed_texts
 from fp4train.config.unknown import check_option, unknown_key
 from fp4train.errors import UserError, user_errors
 from fp4train.sealed import CONFIG
@@ -272,6 +271,8 @@ def _set_keys(composition: DictConfig, words: Iterable[Override], elsewhere: str
             if key in having:
                 raise UserError(f"unknown key {key!r}: it is one of {first_few(having[key], 6)}")
             raise unknown_key(key, all_keys, having)
+        if word.is_delete() and value is not None:
+            raise UserError(f"{word.input_line}: a key is taken out by ~{key} alone")
         if word.is_delete() or (value is None and is_entry(key)):
             take_out(composition, key)
         else:
@@ -281,10 +282,22 @@ def _set_keys(composition: DictConfig, words: Iterable[Override], elsewhere: str
 
 
 def _keep_texts(composition: DictConfig, words: Iterable[Override]) -> None:
-    """Let keys that take text have it as it is typed."""
-    with suppress(UserError):  # a class that is not there is reported where it is bound
+    """Let keys that take text have it as it is typed.
+
+    Raises:
+        UserError: a text of a file was read as a number.
+    """
+    try:
         for key, text in typed_texts(words, plain(composition, resolve=False)):
             OmegaConf.update(composition, key, text, merge=False)
+        lost = next(lost_texts(plain(composition, resolve=False)), None)
+    except UserError:  # a class that is not there is reported where it is bound
+        return
+    if lost is not None:
+        raise UserError(
+            f"{lost[0]} is text, and YAML reads {lost[1]!r}, which may be written otherwise: put "
+            "it in quotes"
+        )
 
 
 def _value_at(composition: DictConfig, key: str) -> Any:

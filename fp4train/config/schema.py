@@ -47,6 +47,8 @@ MOST_THREADS = 1024
 """Threads of a rank: more than a machine has cores are a slip of the hand, and cost memory before
 they are refused.
 """
+MOST_TOKENS = 2**40
+"""Tokens per step; more are a slip of the hand. Positions in the data stay below 2**63."""
 
 _log = logging.getLogger(__name__)
 
@@ -164,6 +166,16 @@ class TrainSettings:
         check_least(self, "train.", "steps", "batch_size", "seq_len")
         if self.steps > MOST_STEPS:
             raise ValueError(f"train.steps={self.steps} must be at most {MOST_STEPS}")
+        if self.step_tokens > MOST_TOKENS:
+            factors = f"train.batch_size={self.batch_size} × train.seq_len={self.seq_len}"
+            raise ValueError(
+                f"{factors} is {self.step_tokens:.3g} tokens per step, and at most {MOST_TOKENS:.3g} "
+                "are possible"
+            )
+        if self.steps * self.batch_size >= 2**63:
+            raise ValueError(
+                f"train.steps={self.steps} × train.batch_size={self.batch_size} must be below 2**63"
+            )
         if self.microbatch is not None and (
             self.microbatch < 1 or self.batch_size % self.microbatch
         ):

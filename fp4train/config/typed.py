@@ -1,4 +1,4 @@
-"""Texts as they are typed, where Hydra's grammar reads something else: 3.10, 1e5, 2026_11,
+"""Texts as they are typed, where Hydra's grammar or YAML reads something else: 3.10, 1e5, 2026_11,
 true. The classes of a configuration say which of its keys take text.
 """
 
@@ -9,7 +9,8 @@ from typing import Any, get_args
 
 from hydra.core.override_parser.types import Override
 
-from fp4train.config.binding import hint_of, is_sequence, types_of
+from fp4train.config.binding import hint_of, is_sequence, sections_of, types_of
+from fp4train.config.plugins import below
 from fp4train.config.schema import Config
 
 _ITEM = re.compile(
@@ -62,5 +63,25 @@ def _text(value: Any, text: str, hint: Any) -> Any:
     kinds = types_of(hint)
     if isinstance(value, float) and value.is_integer() and int in kinds and float not in kinds:
         return int(value)
-    is_lost = type(value) not in (str, *kinds) and (str in kinds or Path in kinds)
-    return text if is_lost and text != "null" else value
+    return text if _is_lost(value, hint) and text != "null" else value
+
+
+def lost_texts(node: Any, hint: Any = Config, key: str = "") -> Iterator[tuple[str, Any]]:
+    """(Full key, value) of the numbers and truth values below `node` where text is needed: YAML has
+    read them, and does not say how they were written.
+    """
+    if isinstance(node, Mapping):
+        for name, value, needed in sections_of(node, hint):
+            yield from lost_texts(value, needed, below(key, name))
+    elif isinstance(node, list):
+        for option in filter(is_sequence, types_of(hint)):
+            for item in node:
+                yield from lost_texts(item, get_args(option)[0], key)
+    elif isinstance(node, int | float) and _is_lost(node, hint):
+        yield key, node
+
+
+def _is_lost(value: Any, hint: Any) -> bool:
+    """Whether a value stands for a text that is needed."""
+    options = types_of(hint)
+    return type(value) not in (str, *options) and (str in options or Path in options)

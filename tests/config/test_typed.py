@@ -61,6 +61,18 @@ def test_texts_of_a_sweep_reach_their_points_as_typed() -> None:
     assert [point.cfg.run.name.rpartition("=")[2] for point in points][::2] == ["1_0", "3_0"]
 
 
+def test_a_number_of_a_file_in_the_place_of_a_text_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    option = tmp_path / "data" / "mine.yaml"
+    words = ("--config-dir", str(tmp_path), "data=mine")
+    for written, read in (("2026_01", 202601), ("1e5", 100000.0), ("true", True)):
+        option.write_text(f"_target_: fp4train.data.Text\npath: {written}\n")
+        with pytest.raises(UserError, match=f"data.path is text, and YAML reads {read}, .* quotes"):
+            values(*words)
+    option.write_text("_target_: fp4train.data.Text\npath: ['2026_01', x]\n")
+    assert values(*words)["data"]["path"] == ["2026_01", "x"]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Options(CommandLine):
     out: Path = Path("x")

@@ -78,6 +78,10 @@ WRONG = {
         ["hydra.sweeper.max_batch_size=3"],
         "hydra.sweeper.max_batch_size=3: settings of Hydra change nothing of a run, whose directory",
     ),
+    "a value of a key that is taken out": (
+        ["~train.ema=0.9"],
+        "~train.ema=0.9: a key is taken out by ~train.ema alone",
+    ),
     "a key that ends with a dot": (
         ["hydra.=3"],
         "hydra.=3: token recognition error at: '.'; write key=value",
@@ -298,7 +302,16 @@ def test_a_run_that_keeps_no_metrics_ends_without_a_false_complaint(cli: Cli) ->
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (
+            ["train.batch_size=1e18"],
+            "000 × train.seq_len=32 is 3.2e+19 tokens per step",
+        ),
+        (["train.seq_len=1e18"], "is 4e+18 tokens per step"),
         (["train.steps=1e9"], "train.steps=1000000000 must be at most 536870911"),
+        (
+            ["train.steps=5e8", "train.batch_size=2e10"],
+            "× train.batch_size=20000000000 must be below 2**63",
+        ),
         (["train.steps=" + "9" * 5000], "for integer string conversion"),
         (["optim.lr=" + "9" * 400], "optim.lr is too large"),
         (["checkpoint.keep=1e30"], "checkpoint.keep is too large: it must lie within ±(2**63 - 1)"),
