@@ -91,11 +91,22 @@ def product_factors(
     SECOND: tl.constexpr,
     ADDS: tl.constexpr,
 ):
-    """See `write_factors`."""
-    write_factors(
-        first_ptr, second_ptr, total_ptr, marks_ptr, out_ptr, numbers, blocks, programs,
-        FIRST, SECOND, ADDS,
-    )  # fmt: skip
+    """out float32 [2]: the factor of the product, and that of what it is added to.
+
+    The first is 0 where the scales have no product that is a factor: `scaled_product` does it then.
+        There the numbers
+    of total, float32 [numbers] to which the product is added, are marked in marks, uint8 [numbers].
+    """
+    product = load_scale(first_ptr, FIRST) * load_scale(second_ptr, SECOND)
+    taken = is_factor(product)
+    if tl.program_id(0) == 0:
+        tl.store(out_ptr, tl.where(taken, product, 0.0))
+        tl.store(out_ptr + 1, 1.0 if ADDS else 0.0)
+    if ADDS:
+        for block in range(tl.program_id(0), tl.where(taken, 0, blocks), programs):
+            place = tl.cast(block, tl.int64) * MARKED + tl.arange(0, MARKED)
+            number = tl.load(total_ptr + place, mask=place < numbers, other=0.0)
+            tl.store(marks_ptr + place, as_mark(number), mask=place < numbers)
 
 
 @triton.jit(
@@ -121,120 +132,18 @@ def two_product_factors(
     ADDS: tl.constexpr,
 ):
     """The factors of a product that is written, and of one that may be added to `total`."""
-    write_factors(
+    product_factors(
         first_ptr, second_ptr, out_ptr, out_ptr, out_ptr, 0, 0, programs,
         FIRST, SECOND, False,
     )  # fmt: skip
-    write_factors(
+    product_factors(
         third_ptr, fourth_ptr, total_ptr, marks_ptr, other_out_ptr, numbers, blocks, programs,
         THIRD, FOURTH, ADDS,
     )  # fmt: skip
 
 
-@triton.jit
-def write_factors(
-    first_ptr,
-    second_ptr,
-    total_ptr,
-    marks_ptr,
-    out_ptr,
-    numbers,
-    blocks,
-    programs,
-    FIRST: tl.constexpr,
-    SECOND: tl.constexpr,
-    ADDS: tl.constexpr,
-):
-    """out float32 [2]: the factor of the product, and that of what it is added to.
-
-    The first is 0 where the scales have no product that is a factor: `scaled_product` does it then.
-        There the numbers
-    of total, float32 [numbers] to which the product is added, are marked in marks, uint8 [numbers].
-    """
-    product = load_scale(first_ptr, FIRST) * load_scale(second_ptr, SECOND)
-    taken = is_factor(product)
-    if tl.program_id(0) == 0:
-        tl.store(out_ptr, tl.where(taken, product, 0.0))
-        tl.store(out_ptr + 1, 1.0 if ADDS else 0.0)
-    if ADDS:
-        for block in range(tl.program_id(0), tl.where(taken, 0, blocks), programs):
-            place = tl.cast(block, tl.int64) * MARKED + tl.arange(0, MARKED)
-            number = tl.load(total_ptr + place, mask=place < numbers, other=0.0)
-            tl.store(marks_ptr + place, as_mark(number), mask=place < numbers)
-
-
 @triton.jit(do_not_specialize_on_alignment=["first_ptr", "second_ptr"])
 def scaled_product(
-    a_ptr,
-    b_ptr,
-    first_ptr,
-    second_ptr,
-    bias_ptr,
-    marks_ptr,
-    out_ptr,
-    rows,
-    cols,
-    depth,
-    a_stride,
-    a_step,
-    b_stride,
-    b_step,
-    programs,
-    P: tl.constexpr,
-):
-    """See `multiply`."""
-    multiply(
-        a_ptr, b_ptr, first_ptr, second_ptr, bias_ptr, marks_ptr, out_ptr,
-        rows, cols, depth, a_stride, a_step, b_stride, b_step, programs, P,
-    )  # fmt: skip
-
-
-@triton.jit(
-    do_not_specialize_on_alignment=["first_ptr", "second_ptr", "third_ptr", "fourth_ptr"],
-)
-def two_scaled_products(
-    a_ptr,
-    b_ptr,
-    first_ptr,
-    second_ptr,
-    out_ptr,
-    c_ptr,
-    d_ptr,
-    third_ptr,
-    fourth_ptr,
-    marks_ptr,
-    total_ptr,
-    rows,
-    cols,
-    depth,
-    a_stride,
-    a_step,
-    b_stride,
-    b_step,
-    other_rows,
-    other_cols,
-    other_depth,
-    c_stride,
-    c_step,
-    d_stride,
-    d_step,
-    programs,
-    P: tl.constexpr,
-    Q: tl.constexpr,
-):
-    """Two products without a bias."""
-    multiply(
-        a_ptr, b_ptr, first_ptr, second_ptr, out_ptr, out_ptr, out_ptr,
-        rows, cols, depth, a_stride, a_step, b_stride, b_step, programs, P,
-    )  # fmt: skip
-    multiply(
-        c_ptr, d_ptr, third_ptr, fourth_ptr, total_ptr, marks_ptr, total_ptr,
-        other_rows, other_cols, other_depth, c_stride, c_step, d_stride, d_step, programs, Q,
-    )  # fmt: skip
-
-
-@triton.jit
-def multiply(
     a_ptr,
     b_ptr,
     first_ptr,
@@ -305,6 +214,50 @@ def multiply(
             tl.store(out, rounding.as_bf16(total, P.hardware), mask=mask)
         else:
             tl.store(out, total.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(
+    do_not_specialize_on_alignment=["first_ptr", "second_ptr", "third_ptr", "fourth_ptr"],
+)
+def two_scaled_products(
+    a_ptr,
+    b_ptr,
+    first_ptr,
+    second_ptr,
+    out_ptr,
+    c_ptr,
+    d_ptr,
+    third_ptr,
+    fourth_ptr,
+    marks_ptr,
+    total_ptr,
+    rows,
+    cols,
+    depth,
+    a_stride,
+    a_step,
+    b_stride,
+    b_step,
+    other_rows,
+    other_cols,
+    other_depth,
+    c_stride,
+    c_step,
+    d_stride,
+    d_step,
+    programs,
+    P: tl.constexpr,
+    Q: tl.constexpr,
+):
+    """Two products without a bias."""
+    scaled_product(
+        a_ptr, b_ptr, first_ptr, second_ptr, out_ptr, out_ptr, out_ptr,
+        rows, cols, depth, a_stride, a_step, b_stride, b_step, programs, P,
+    )  # fmt: skip
+    scaled_product(
+        c_ptr, d_ptr, third_ptr, fourth_ptr, total_ptr, marks_ptr, total_ptr,
+        other_rows, other_cols, other_depth, c_stride, c_step, d_stride, d_step, programs, Q,
+    )  # fmt: skip
 
 
 @triton.jit
