@@ -36,9 +36,10 @@ def scaled_product(
     adds: bool = False,
     bias: bool = False,
     cublas: bool = False,
+    both: bool = False,
 ) -> list[Any]:
     """The launches of a product [R, S] of depth C: its scales those of rows, or of tensors; beside
-    one of cuBLAS.
+    one of cuBLAS; `both`: two products at once, of which the second may be added.
     """
     (R, S, C), products = sizes, scaled.ScaledProducts()
     a = torch.zeros(C, R).bfloat16().T if adds else torch.zeros(R, C).bfloat16()
@@ -49,7 +50,10 @@ def scaled_product(
 
     def call() -> None:
         scaled._plan_product.cache_clear()
-        if adds:
+        if both:
+            out = torch.zeros(R, S).bfloat16()
+            assert products.both((left, right), out, (left, right), torch.zeros(R, S), adds=adds)
+        elif adds:
             products.add(torch.zeros(R, S), left, right)
         else:
             added = torch.zeros(S).bfloat16() if bias else None
@@ -68,6 +72,11 @@ PRODUCTS: dict[str, tuple[tuple[int, int, int], dict[str, bool], int]] = {
     "blackwell": ((4096, 2048, 2048), {}, 100),
     "beside cublas": ((4096, 2048, 2048), {"cublas": True}, 90),
     "added beside cublas": ((4096, 2048, 2048), {"adds": True, "cublas": True}, 90),
+    "both beside cublas": (
+        (4096, 2048, 2048),
+        {"adds": True, "cublas": True, "both": True},
+        90,
+    ),
     "added": ((4096, 2048, 2048), {"adds": True}, 90),
     "rows and bias of odd sizes": ((4095, 2047, 2055), {"rows": True, "bias": True}, 80),
 }
@@ -91,7 +100,7 @@ def test_products_compile_without_spills_for_tensor_cores_and_fit_their_shared_m
         ptx = compiled.asm["ptx"]
         assert ".ftz" not in ptx, "a flushed subnormal would change products"
         assert compiled.metadata.shared <= (227 if capability in (90, 100) else 99) << 10
-        if kernel == "scaled_product":
+        if "scaled_product" in kernel:
             tensor_core = {80: "mma.sync", 90: "wgmma", 100: "tcgen05.mma"}[capability]
             assert tensor_core in ptx
             assert ("cp.async" in ptx) == ("odd" not in name), (
