@@ -55,7 +55,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize(
-    ("step", "data_rank", "stage", "expected"),
+    ("step", "token_rank", "stage", "expected"),
     [
         (0, 0, 0, 7 * 1_000_003),
         (5, 0, 0, 7 * 1_000_003 + 5),
@@ -64,13 +64,13 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     ],
 )
 def test_a_step_seeds_torchs_generator_by_its_number_and_the_rank(
-    device: str, step: int, data_rank: int, stage: int, expected: int
+    device: str, step: int, token_rank: int, stage: int, expected: int
 ) -> None:
     run: Any = SimpleNamespace(
         config=SimpleNamespace(run=SimpleNamespace(seed=7)),
         device=torch.device(device),
         step=step,
-        world=SimpleNamespace(data_rank=data_rank, stage=stage),
+        world=SimpleNamespace(token_rank=token_rank, stage=stage),
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(expected)
