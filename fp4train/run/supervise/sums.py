@@ -115,9 +115,7 @@ class StateSums:
         self._updated: Versions = {}
         self.count = 0
         if self.every:  # before the hooks of users
-            run.optimizer.register_step_post_hook(
-                lambda *_: self._updated.update(_versions(run.model))
-            )
+            run.optimizer.register_step_post_hook(self._after_update)
 
     def due(self, step: int) -> bool:
         """Whether the state after the step of this index is summed: that becomes a checkpoint, too."""
@@ -159,6 +157,10 @@ class StateSums:
             yield
         finally:
             hook.remove()
+
+    def _after_update(self, *_: object) -> None:
+        if self._before is not None:
+            self._updated = _versions(self.run.model)
 
     def _before_update(self, versions: Versions) -> None:
         """Note the tensors that changed in the passes of a step."""
@@ -216,9 +218,11 @@ class StateSums:
         return sums
 
     def _since_update(self, sums: BitSums | None) -> list[Fault]:
+        if self._after is None:
+            return []
         self._forget_buffers()
         faults = self._changed(self._after, sums, "between the update and the next step")
-        self.count += self._after is not None and sums is not None
+        self.count += sums is not None
         self._after = None
         return faults
 
