@@ -75,7 +75,7 @@ def train(run: Run) -> Result:
     ledger = Ledger(run)
     try:
         with (
-            stop_on_signals(quietly=not world.lead) as stop,
+            stop_on_signals(run, quietly=not world.lead),
             CollectorBetweenSteps() as collector,
             companions,
             Alarm(config.train.step_timeout) as watchdog,
@@ -83,7 +83,7 @@ def train(run: Run) -> Result:
             with _keeping_what_is_whole(run, ledger):
                 while True:
                     watchdog.set()
-                    agreed = agree(run, stop.signal)
+                    agreed = agree(run)
                     apply_requests(run, ledger, agreed.requests)
                     if run.step >= steps or agreed.ends:
                         break
@@ -103,7 +103,7 @@ def train(run: Run) -> Result:
                     collector.after(run.step)
                 ledger.flush()
                 saved = run.step == started or save_at_end(run)
-            signal = world.largest_numbers(stop.signal or 0)[0] or None
+            signal = world.largest_numbers(run.signal or 0)[0] or None
         if trouble := world.first(companions.trouble):
             raise AgreedError(f"{trouble}; the run ended after step {run.step}")
     finally:

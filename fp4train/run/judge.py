@@ -2,8 +2,8 @@
 
 The first rank starts a shell (sh -e) with both for each checkpoint that is whole; of those that
 are written before it has ended the newest is next. A run that has done its steps waits for the last
-one; one that ends early ends what runs. What is printed is in RUN/judged/step_N.log. A failure is a
-warning.
+one, until a signal; one that ends early ends what runs. What is printed is in RUN/judged/step_N.log.
+A failure is a warning.
 
 Tasks are those of `fp4train eval RUN@STEP task=…`, and logged as its results are.
 """
@@ -62,11 +62,12 @@ class CheckpointJudges(RunCompanion):
     def close(self, run: Run, error: BaseException | None) -> None:
         if error is None and run.step == run.config.train.steps:
             with run.world.met_after():
-                while run.world.lead and self._goes_on(run):
+                while run.world.lead and run.signal is None and self._goes_on(run):
                     time.sleep(_LOOK_SECONDS)
-        elif self._running is not None:
+        if self._running is not None:
             os.killpg(self._running.pid, signal.SIGKILL)
             self._running.wait()
+            _log.warning("step %s is not judged: the run ended", self._judged)
 
     def _goes_on(self, run: Run) -> bool:
         """Take what a program left that has ended, or start the next; whether there was any."""
@@ -81,7 +82,7 @@ class CheckpointJudges(RunCompanion):
                 self._record(run)
                 if code:
                     raise OSError(f"it ended with {code}")
-        except OSError as error:
+        except (OSError, ValueError) as error:
             log = run.directory / FOLDER / self._log
             _log.warning("step %s is not judged: %s; see %s", self._judged, error, log)
         return True
@@ -111,9 +112,12 @@ class CheckpointJudges(RunCompanion):
             )
 
     def _record(self, run: Run) -> None:
-        with run.record.folder.folder(FOLDER) as folder:
-            printed = [line for line in folder.lines(self._log, _MOST) if line.startswith(_ANSWER)]
-        for score in [score for line in printed for score in json.loads(line)["scores"]]:
+        if not run.config.eval.tasks:
+            return
+        with run.record.folder.folder(FOLDER) as folder:  # the tasks print before the command
+            lines = folder.lines(self._log, _MOST)
+            answer = next((line for line in lines if line.startswith(_ANSWER)), b'{"scores":[]}')
+        for score in json.loads(answer)["scores"]:
             values = {f"eval/{name}": value for name, value in score.pop("values").items()}
             run.record.tracker.log_event(self._judged or 0, EVALUATION, score | values)
 

@@ -69,6 +69,7 @@ class Run:
         multiplied: forward multiplications per token of the whole model
             (`models.common.cut.multiplied`).
         mid_update: the weights are being updated; an exception now leaves them between two steps.
+        signal: number of the signal that asked this rank to end; None: none came.
         failed: bool [] on the device: a step whose numbers are not read yet was not finite and
             changed no weight; the ones after it change none either. A loss scale reads it before
             the next step, which goes on. None: all that were read were good.
@@ -94,6 +95,7 @@ class Run:
     step: int = 0
     loss_scale: LossScale = field(default_factory=LossScale)
     mid_update: bool = False
+    signal: int | None = None
     failed: torch.Tensor | None = None
     pipeline: Pipeline | None = None
     teacher: Teacher | None = None

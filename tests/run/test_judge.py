@@ -1,7 +1,11 @@
 """`eval.command` and `eval.tasks`: programs beside training that judge its checkpoints."""
 
 import json
+import os
+import signal
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -34,6 +38,33 @@ def test_a_failure_is_told_with_the_file_that_has_its_reason(cli: Cli) -> None:
     assert ended.code == 0
     assert f"step 1 is not judged: it ended with 3; see {log}" in ended.err
     assert Path(log).read_text() == "why\n"
+
+
+def test_what_a_command_prints_is_no_result(cli: Cli) -> None:
+    lines = (
+        '{"run": "a", "text": "b"}',
+        '{"run":',
+        '{"run": "a", "scores": [{"values": {"x": 1}}]}',
+    )
+    Path("printed").write_text("\n".join(lines))
+    ended = cli(*SHORT, "train.steps=1", "eval.command='cat printed'")
+    assert ended.code == 0 and "not judged" not in ended.err, ended.err
+    assert not evaluations("runs/a")
+
+
+def test_a_signal_ends_the_wait_for_a_command(cli: Cli) -> None:
+    def interrupt() -> None:
+        while not Path("judging").exists():
+            time.sleep(0.05)
+        time.sleep(0.3)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    ended = cli(*SHORT, "train.steps=1", "eval.command='touch judging; exec sleep 60'")
+    thread.join()
+    assert ended.code == 0 and "runs/a: step 1, done" in ended.out
+    assert "step 1 is not judged: the run ended" in ended.err
 
 
 def test_a_run_that_ends_early_ends_the_command(cli: Cli) -> None:

@@ -45,24 +45,18 @@ that takes it.
 """
 
 
-class StopRequest:
-    """`signal` is the number of the signal that came, or None."""
-
-    signal: int | None = None
-
-
 @contextmanager
-def stop_on_signals(*, quietly: bool = False) -> Iterator[StopRequest]:
-    """Turn the first such signal into a request; a second one of `AT_ONCE` acts as it would have
-    outside.
+def stop_on_signals(run: Run, *, quietly: bool = False) -> Iterator[None]:
+    """Turn the first such signal into a request, `run.signal`; a second one of `AT_ONCE` acts as it
+    would have outside.
 
     Args:
         quietly: say nothing about it (of several ranks, which all receive it, one does).
     """
-    stop = StopRequest()
+    run.signal = None
     # only the main thread may handle signals
     if threading.current_thread() is not threading.main_thread():
-        yield stop
+        yield
         return
     # Who ignores one of them (nohup, a shell's background) wants it ignored.
     handlers = {
@@ -72,8 +66,8 @@ def stop_on_signals(*, quietly: bool = False) -> Iterator[StopRequest]:
     }
 
     def handle(number: int, frame: FrameType | None) -> None:
-        if stop.signal is None:
-            stop.signal = number
+        if run.signal is None:
+            run.signal = number
             text = (
                 f"\n{signal.Signals(number).name}: ending after this step; once more ends at once\n"
             )
@@ -85,11 +79,11 @@ def stop_on_signals(*, quietly: bool = False) -> Iterator[StopRequest]:
     for number in handlers:
         signal.signal(number, handle)
     try:
-        yield stop
+        yield
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
-        if stop.signal == signal.SIGHUP:
+        if run.signal == signal.SIGHUP:
             _leave_closed_terminal()
 
 
@@ -133,11 +127,8 @@ class StepAgreement:
         return self.signal is not None or self.trouble
 
 
-def agree(run: Run, signal: int | None) -> StepAgreement:
+def agree(run: Run) -> StepAgreement:
     """Agree on the next step: one small all-reduce, and a broadcast where the lead has requests.
-
-    Args:
-        signal: that this rank received.
 
     Raises:
         AgreedError: one of several ranks cannot read its rows of the next step.
@@ -153,14 +144,14 @@ def agree(run: Run, signal: int | None) -> StepAgreement:
     waited = run.data.feed.waited()
     if world.size == 1:
         return StepAgreement(
-            signal=signal,
+            signal=run.signal,
             requests=requests,
             values={"perf/memory_gb": memory / 1e9, "perf/data_wait": waited},
             trouble=trouble,
         )
     pace = round(run.companions.of(Pace).seconds() * 1e6)
     number, asks, most, least, unread, troubles, longest, slowest, fastest = world.largest_numbers(
-        signal or 0,
+        run.signal or 0,
         int(bool(requests)),
         memory * _RANKS + world.place.rank,
         -memory,
