@@ -16,6 +16,7 @@ from pathlib import Path, PosixPath
 from typing import Any
 
 from fp4train.errors import UserError
+from fp4train.files import Folder
 from fp4train.text import first_line
 
 PIECE = 1 << 20
@@ -61,6 +62,22 @@ class StorePath(PosixPath):
     def open(self, mode: str = "rb") -> Any:  # type: ignore[override]
         """The object, to be read in binary."""
         return io.BufferedReader(_StoreFile(self), PIECE)
+
+    def put(self, folder: Folder, name: str) -> None:
+        """Make the object of a file that may grow, and compare its size."""
+        with (
+            os.fdopen(folder.descriptor_of(name), "rb") as file,
+            _store(self, "written") as (store, at),
+        ):
+            size = os.fstat(file.fileno()).st_size
+            store.put_file(f"/proc/self/fd/{file.fileno()}", at)
+            if (there := store.info(at)["size"]) < size:
+                raise EOFError(f"{there:,} of {size:,} bytes are there")
+
+    def delete(self) -> None:
+        """Remove the object."""
+        with _store(self, "removed") as (store, at):
+            store.rm_file(at)
 
     def listed(self, how: str) -> "Iterator[StorePath]":
         """The objects that begin with this name and a slash ("find"), or that match it ("glob")."""
@@ -122,7 +139,7 @@ def native_file(path: Path) -> Any:
 
 
 @contextmanager
-def _store(path: StorePath) -> Iterator[tuple[Any, str]]:
+def _store(path: StorePath, done: str = "read") -> Iterator[tuple[Any, str]]:
     """The store of a path, and its name there."""
     try:
         from fsspec.core import url_to_fs
@@ -132,5 +149,5 @@ def _store(path: StorePath) -> Iterator[tuple[Any, str]]:
         raise FileNotFoundError(errno.ENOENT, "the store lacks it", str(path)) from error
     except Exception as error:  # each store has its own
         raise UserError(
-            f"{path} cannot be read: {first_line(error)} ({type(error).__name__})"
+            f"{path} cannot be {done}: {first_line(error)} ({type(error).__name__})"
         ) from error

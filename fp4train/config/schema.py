@@ -23,7 +23,7 @@ from fp4train.companion import Companion
 from fp4train.config.binding import bind
 from fp4train.config.plugins import walk
 from fp4train.data import Source
-from fp4train.errors import UserError, user_errors
+from fp4train.errors import UserError, check_local, user_errors
 from fp4train.hardware import find_gpu
 from fp4train.keys import CHANGES_COURSE, CHANGES_DIGITS, CHANGES_NOTHING, CHANGES_START
 from fp4train.measure.profile import ProfileSettings
@@ -264,6 +264,7 @@ class CheckpointSettings:
     memory.
 
     Args:
+        also: a folder on a store that gets a copy of the run, `also`/NAME of the run's directory.
         keep_before_cooldown: beside the newest, keep the last checkpoint from before the schedule's
             cooldown, from which a finished run is extended; it costs the disk one checkpoint more.
         milestones: beside the newest, keep so many older ones at growing distance: with keep=2 and
@@ -273,6 +274,7 @@ class CheckpointSettings:
 
     every: int
     keep: int
+    also: DestinationText | None = None
     keep_before_cooldown: bool = True
     milestones: int = 0
 
@@ -281,6 +283,13 @@ class CheckpointSettings:
             self, "checkpoint.", "every", least=0, must="a number of steps, or 0 for the end only"
         )
         check_least(self, "checkpoint.", "keep")
+        if self.also is not None:
+            if "://" not in self.also or self.also.startswith("file:"):
+                raise ValueError(
+                    f"checkpoint.also={self.also} must be a folder on a store, s3://BUCKET/FOLDER; "
+                    "to another disk copy the run, whole at any moment: rsync -a runs/a OTHER"
+                )
+            check_local(self.also, "checkpoint.also", stores=True)
         if not 0 <= self.milestones <= 32:
             raise ValueError(
                 f"checkpoint.milestones={self.milestones} must be a number of checkpoints, at "

@@ -10,8 +10,6 @@ from fp4train.text import near_miss, nearest
 _ABSENT = {
     "audit.repeat": "steps are no longer computed twice: audit.every=1 compares a layer of every "
     "step, audit.sums=1 the state",
-    "checkpoint.also": "checkpoints are in the run's directory alone; copy it, whole at any moment, to "
-    "another disk: rsync -a runs/a OTHER",
     "model.draw": "a Llama of 500 M weights or more in its blocks, and any other family, draws each "
     "weight from seed, name and position; smaller Llamas draw theirs from torch's generator",
     "parallel.amax": "it went: the largest magnitude of a tensor is that of all ranks that share "

@@ -232,7 +232,6 @@ _OF_LOOPS: Mapping[str, Any] = {
 
 SETTLED: Mapping[str, Sequence[Any]] = {
     "audit.repeat": [0],
-    "checkpoint.also": [None],
     "model.draw": ["torch", "counter"],
     "parallel.amax": ["tp"],
     "parallel.norm": ["auto"],

@@ -46,6 +46,7 @@ from fp4train import checkpoint
 from fp4train.checkpoint.writing import ENDED
 from fp4train.run.finite import first_non_finite
 from fp4train.run.record import directory as run_directory
+from fp4train.run.remote import upload
 from fp4train.run.supervise.checkpoints import Outcome
 from fp4train.run.supervise.sums import BitSums, changed_copy, same_extent, sums_of
 from fp4train.shards import TensorShard, local, owned, separate
@@ -173,6 +174,8 @@ class Saver:
             if not outcome.written:
                 self.good = previous_good
             self._outcomes.put(outcome)
+            if outcome.written and self.ranks.first and run.config.checkpoint.also:
+                self._upload(step)
 
         self._worker.put(job)
         return True
@@ -385,6 +388,20 @@ class Saver:
             return Outcome(step=step, problem=str(error))
         self.saved = step
         return Outcome(step=step)
+
+    def _upload(self, step: int) -> None:
+        """Bring the copy on a store up to date: the first rank, for all share the folder."""
+        place = f"{self.run.config.checkpoint.also}/{self.run.directory.name}"
+        try:
+            upload(self.run.record.folder, place)
+        except Exception as error:
+            _log.warning(
+                "checkpoint.also: %s; step %d is in %s alone, and is tried again with the next "
+                "checkpoint: see to the store and its credentials",
+                error,
+                step,
+                self.run.directory,
+            )
 
     def _sync(self) -> None:
         """Make durable what the checkpoint counts on: the lines of the metrics, and the record of
