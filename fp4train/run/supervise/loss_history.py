@@ -18,7 +18,8 @@ before it; J is the largest residual, S the spread of all. A loss above
 
     f + max(1.5 J, 6 S, (0.3 + 1.6 / n) |f|, 0.1)
 
-begins a rise, too, once the past has 8 losses. It lasts while losses are above this bar.
+begins a rise, too, once the past has 8 losses. It lasts while losses are above this bar, and so does
+one that the limit began above it, if the bar is lower.
 
 A loss fits the curve before it if it is within its past and at most f + max(J, 3 R, 0.1 |f|), with
 the spread R of the last 16 residuals. Five losses in a row that fit the curve from before a
@@ -114,7 +115,7 @@ class Divergence:
         since: the step (from 0) whose loss began the current rise; None: the last loss is within
             its past.
         high: losses of the rise; calm: those within the bar since the last one above it.
-        from_trend: whether the rise is measured from the trend, because it lies within the limit.
+        from_trend: whether the rise is measured from the trend, whose bar is the lower one.
         from_best: whether the rise is measured from the lowest mean, or is one to `uniform`.
         lowest: the lowest mean of `WINDOW` losses, and the margin above it; None: there were fewer.
         least: the least loss.
@@ -297,7 +298,7 @@ class Divergence:
     def add(self, step: int, loss: float) -> None:
         """The loss of step `step` (from 0) is known."""
         within = self._within(loss)
-        leaves_trend = within and self._leaves_trend(loss)
+        leaves_trend = self._leaves_trend(loss)
         on_curve = self.since is None and within and not leaves_trend
         self.fits = on_curve and self._fits(loss)
         if self.fits:
@@ -317,10 +318,10 @@ class Divergence:
             self._judge_mean()
             self._judge_last(LASTING)
         elif self.since is None:
+            self.from_trend = leaves_trend and (within or self.trend_limit < self.bar)
             self.since = step
             self.high = 1
             self.calm = 0
-            self.from_trend = leaves_trend
         elif loss > self.bar:
             self.high = min(self.high + 1, PERSIST)
             self.calm = 0

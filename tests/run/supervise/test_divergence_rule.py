@@ -138,6 +138,13 @@ def test_a_jump_back_to_equally_likely_tokens_on_a_falling_loss_is_seen_after_fi
         assert seen_at([*losses.tolist(), *ruined.tolist()]) == step + PERSIST - 1
 
 
+@pytest.mark.parametrize("step", [45, 60, 100])
+def test_weights_that_are_drawn_anew_and_learn_again_at_once_are_seen(step: int) -> None:
+    """The first losses are above all of the past, and the next ones below its first ones."""
+    again = [DEFAULT[0] + 0.2, *DEFAULT[:12]]
+    assert seen_at([*DEFAULT[:step], *again]) == step + PERSIST - 1
+
+
 def test_only_losses_that_fit_the_curve_before_them_make_a_state_good() -> None:
     """On a falling curve: a loss that stays where it is is none of them, long before it is a
     divergence.
