@@ -5,6 +5,7 @@ values.
 import difflib
 import json
 import re
+import shlex
 import sys
 import textwrap
 from collections.abc import Callable, Collection, Container, Iterable, Sequence
@@ -36,6 +37,11 @@ def printable(text: str, *, kept: str = "\n\t") -> str:
         if not character.isprintable():
             text = text.replace(character, json.dumps(character)[1:-1])
     return text
+
+
+def typed(path: PurePath | str) -> str:
+    """A path as it is typed in a shell: quoted if it has blanks or signs that a shell reads."""
+    return shlex.quote(str(path))
 
 
 def first_line(error: BaseException) -> str:
@@ -144,7 +150,7 @@ def screen(package: str | None, name: str, /, **values: object) -> str:
     """The text of a template, the file `name` of `package`: lines of Jinja2, in which a name that
     nobody gives is an error. A list stands for its lines, a path for one line (`line`). Templates
     have `TOOLS` for tables and sentences, and filters: `form` and `number` for numbers, of which
-    the latter shows None as a dash, `short`, `unit` and `time` for amounts, and `line`.
+    the latter shows None as a dash, `short`, `unit` and `time` for amounts, `line` and `typed`.
     """
     return _templates(package or "").get_template(name).render(values).rstrip("\n")
 
@@ -162,7 +168,7 @@ def _templates(package: str) -> "Environment":
         finalize=_inserted,
     )
     environment.filters |= {"form": format, "number": _number, "line": _line}
-    environment.filters |= {"short": short, "time": time_text, "unit": with_unit}
+    environment.filters |= {"short": short, "time": time_text, "unit": with_unit, "typed": typed}
     environment.globals |= {tool.__name__: tool for tool in TOOLS}
     return environment
 

@@ -49,6 +49,7 @@ from fp4train.errors import UserError, in_words
 from fp4train.files import Folder
 from fp4train.sealed import sealed, unsealed
 from fp4train.shards import TensorShard
+from fp4train.text import typed
 
 _log = logging.getLogger(__name__)
 
@@ -250,7 +251,7 @@ def _warn_of_doubt(path: Path, state: Mapping[str, JSON], steps: Collection[int]
     run = path.parent.parent
     good = state.get(layout.GOOD)
     if good in steps:
-        cure = f"the newest good one is {run}@{good} (resume={run} resume_step={good})"
+        cure = f"the newest good one is {run}@{good} (resume={typed(run)} resume_step={good})"
     else:
         cure = "none of the run is known to be good"
     _log.warning("checkpoint %s of %s is doubtful: %s; %s", path.name, run, doubt, cure)

@@ -58,7 +58,7 @@ from fp4train.run.state.weights import ModelWeights
 from fp4train.run.states import bytes_per_parameter
 from fp4train.run.supervise.audit_report import Coverage
 from fp4train.run.timeline import build_timeline, with_swap
-from fp4train.text import short
+from fp4train.text import short, typed
 
 _log = logging.getLogger("fp4train")
 
@@ -95,7 +95,7 @@ def main(arguments: list[str]) -> int:
             check_flags(list(line.flags))
             words = shlex.join(beside)
             raise UserError(
-                f"plan RUN shows the run as it is; with {words} write plan resume={run} {words}"
+                f"plan RUN shows the run as it is; with {words} write plan resume={typed(run)} {words}"
             )
         _show_run(run_directory.require_run(Path(run)), full=line.full)
         return 0
@@ -110,7 +110,7 @@ def _show_run(run: Path, *, full: bool) -> None:
     if not records:
         raise UserError(
             f"{run} has no {run_directory.HISTORY}: put it back, or ask what a resume would "
-            f"run by plan resume={run}"
+            f"run by plan resume={typed(run)}"
         )
     done = run_directory.steps_done(run)
     stretches = journal.stretches(records)

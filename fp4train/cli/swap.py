@@ -30,7 +30,7 @@ from fp4train.run.record import directory as run_directory
 from fp4train.run.record.inbox import ask, cancel_request, pending, wait_for_answer
 from fp4train.run.record.journal import RecipeChoice, read_journal, read_swaps
 from fp4train.run.timeline import build_timeline, with_swap
-from fp4train.text import counted, counted_are, whole_number
+from fp4train.text import counted, counted_are, typed, whole_number
 
 NO_ANSWER = 2
 
@@ -90,7 +90,7 @@ def _swap(run: Path, line: SwapOptions) -> int:
         with_swap(timeline, choice.at(done if at is None else at))
     more = " train.steps=…" if done >= steps else ""
     when = f"recipe {choice.name} " + ("at the next step" if at is None else f"at step {at}")
-    later = f"{when}; no process trains in {run} now, it is picked up on resume={run}{more}"
+    later = f"{when}; no process trains in {run} now, it is picked up on resume={typed(run)}{more}"
     return _ask(run, {"recipe": choice.recipe, "name": choice.name, "at": at}, wait, when, later)
 
 

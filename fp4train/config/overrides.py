@@ -24,7 +24,7 @@ from fp4train.config.folders import (
 from fp4train.config.schema import Config
 from fp4train.config.typed import items
 from fp4train.errors import UserError
-from fp4train.text import shortened
+from fp4train.text import shortened, typed
 
 _FOLDER_FLAGS = ("--config-dir", "-cd")
 KNOWN_FLAGS = (
@@ -132,7 +132,7 @@ def _refused(word: str, error: Exception) -> UserError:
     key, equals, value = shortened(word, 100).partition("=")
     if not equals:
         if Path(word).is_dir():
-            return UserError(f"{word} is no key=value; a run goes on with resume={word}")
+            return UserError(f"{word} is no key=value; a run goes on with resume={typed(word)}")
         return UserError(f"{word!r} is no key=value; a verb stands first: fp4train help lists them")
     if value.startswith("~/"):
         return UserError(

@@ -21,7 +21,7 @@ from fp4train.parallel.config import Mesh
 from fp4train.parallel.stages import check_microbatches
 from fp4train.precision.plan import Plan
 from fp4train.run.record import directory as run_directory
-from fp4train.text import short, with_unit
+from fp4train.text import short, typed, with_unit
 
 _log = logging.getLogger(__name__)
 
@@ -253,7 +253,7 @@ def before_cooldown(run: Path, config: Config) -> str:
             "no checkpoint from before the cooldown is kept (checkpoint.every, "
             "checkpoint.keep_before_cooldown)"
         )
-    return f"from before the cooldown: resume={run} resume_step={kept[-1]} train.steps=… run.name=…"
+    return f"from before the cooldown: resume={typed(run)} resume_step={kept[-1]} train.steps=… run.name=…"
 
 
 def beyond_its_end(config: Config, run: Path, step: int) -> str:
@@ -261,14 +261,14 @@ def beyond_its_end(config: Config, run: Path, step: int) -> str:
     asked = config.train.steps
     text = (
         f"{run} has done {step} steps, and train.steps={asked} is below that: nothing is trained. "
-        f"resume={run} train.steps=… goes on with a number above {step}"
+        f"resume={typed(run)} train.steps=… goes on with a number above {step}"
     )
     saved = checkpoint.steps(run / run_directory.CHECKPOINTS)
     earlier = [kept for kept in saved if kept < asked]
     if not earlier:
         return text
     return (
-        f"{text}, resume={run} resume_step={earlier[-1]} train.steps={asked} run.name=… trains "
+        f"{text}, resume={typed(run)} resume_step={earlier[-1]} train.steps={asked} run.name=… trains "
         "them as another run"
     )
 

@@ -26,6 +26,7 @@ from fp4train.run.origin import Branched, Fresh, Init, Origin, Resume, Rewound
 from fp4train.run.record import directory as run_directory, journal
 from fp4train.run.record.journal import RecipeChoice
 from fp4train.run.supervise.loss_history import Rewind
+from fp4train.text import typed
 
 _log = logging.getLogger(__name__)
 
@@ -184,7 +185,7 @@ def find_source(command: Command) -> Path | None:
             return directory
         if source is None and begun_from:
             raise UserError(
-                f"{directory} is a branch that has no checkpoint yet: add resume={begun_from}"
+                f"{directory} is a branch that has no checkpoint yet: add resume={typed(begun_from)}"
             )
     if source is None:
         return None
@@ -280,7 +281,7 @@ def _check_same(
             if set(differences) == {"train.steps"}:
                 before, steps = differences["train.steps"]
                 if steps > before:
-                    advice = f"resume={run} train.steps={steps} goes on to that step; else {advice}"
+                    advice = f"resume={typed(run)} train.steps={steps} goes on to that step; else {advice}"
         message = f"{run} belongs to another configuration ({shown}): {advice}"
         raise UserError(message) if resuming else OtherRunError(message)
     _check_edits(run, saved, journal.flat(plain(cfg)))

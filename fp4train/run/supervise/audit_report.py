@@ -38,7 +38,7 @@ from fp4train.precision.plan import Plan, PlannedStretch
 from fp4train.run.host import free_memory
 from fp4train.run.record.directory import CHECKPOINTS
 from fp4train.run.supervise.planned_calls import BY_WEIGHT
-from fp4train.text import counted, first_few, first_line
+from fp4train.text import counted, first_few, first_line, typed
 
 if TYPE_CHECKING:
     from fp4train.run.run import Run
@@ -286,11 +286,11 @@ def way_back(run: Run, clean: int) -> str:
         return (
             f"the state after step {clean} is the last one that was compared without a fault; go on "
             "from the newest "
-            f"checkpoint up to it: resume={run.directory} resume_step={before[-1]}"
+            f"checkpoint up to it: resume={typed(run.directory)} resume_step={before[-1]}"
         )
     if not steps:
         return "the run has no checkpoint"
     return (
         f"the state after step {clean} is the last one that was compared without a fault, and all "
-        f"checkpoints are from after it: fp4train check {run.directory} step=… audits one of them"
+        f"checkpoints are from after it: fp4train check {typed(run.directory)} step=… audits one of them"
     )

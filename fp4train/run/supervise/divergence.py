@@ -24,6 +24,7 @@ from fp4train.parallel.world import AgreedError
 from fp4train.run.queued import Step, Values
 from fp4train.run.record.directory import CHECKPOINTS
 from fp4train.run.supervise.loss_history import HISTORY, Divergence, Rewind
+from fp4train.text import typed
 
 if TYPE_CHECKING:
     from fp4train.run.run import Run
@@ -227,5 +228,5 @@ def _advice(run: Run) -> str:
     return (
         f"The last good checkpoint is that of step {run.saver.good}: go on from it with a "
         "lower rate "
-        f"(resume={run.directory} resume_step={run.saver.good} optim.lr=…){skip}"
+        f"(resume={typed(run.directory)} resume_step={run.saver.good} optim.lr=…){skip}"
     )

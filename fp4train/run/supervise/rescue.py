@@ -36,7 +36,7 @@ from fp4train.run.supervise.ledger import Ledger
 from fp4train.run.supervise.run_audits import RunAudits
 from fp4train.run.supervise.saving import PAUSES
 from fp4train.run.supervise.watch import Watch
-from fp4train.text import first_line, screen
+from fp4train.text import first_line, screen, typed
 
 
 def rescue(run: Run, error: NonFiniteError) -> str:
@@ -249,5 +249,7 @@ def _smaller(run: Run) -> str:
 def _resume_advice(run: Run, how: str = "") -> str:
     """The newest checkpoint, and how to go on from it."""
     if steps := steps_saved(run):
-        return f"The checkpoint of step {steps[-1]} stays: resume={run.directory} goes on{how}"
+        return (
+            f"The checkpoint of step {steps[-1]} stays: resume={typed(run.directory)} goes on{how}"
+        )
     return f"There is no checkpoint: begin again{how}"

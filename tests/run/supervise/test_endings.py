@@ -1,6 +1,8 @@
 """Every ending saves: signals, exceptions, and a directory that goes away."""
 
 import os
+import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -23,6 +25,7 @@ from limits import set_limit
 
 from fp4train import checkpoint
 from fp4train.checkpoint import CheckpointError
+from fp4train.config.overrides import quoted
 
 SIGNALS = (
     *(signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT, signal.SIGXCPU),
@@ -49,6 +52,25 @@ def test_signals_end_a_run_saved(cli: Cli, before: Before, number: signal.Signal
         and f"stopped by {number.name}, resume=runs/a goes on" in ended.out
     )
     assert steps() == [3]
+
+
+@pytest.mark.long
+def test_what_a_run_in_a_folder_of_odd_name_advises_can_be_pasted_into_a_shell(
+    cli: Cli, before: Before
+) -> None:
+    folder = "runs/it's [a];$b & c"
+    command = ("train.steps=4", *STEADY)
+    before(2, lambda run: os.kill(os.getpid(), signal.SIGTERM))
+    stopped = cli(quoted("run.dir", folder), *command)
+    (advised,) = re.findall(r"SIGTERM, (resume=.*) goes on", stopped.out)
+    assert cli.raw(*shlex.split(advised)).code == 0
+    finished = cli.raw(*shlex.split(advised))
+    (advised,) = re.findall(r"done\. (resume=.*) train\.steps=… goes on", finished.out)
+    assert cli.raw(*shlex.split(advised), "train.steps=5").code == 0
+    checkpoint.set_doubt(Path(folder, "checkpoints"), 5, "the loss is 5.5", good=4)
+    checked = cli.raw("check", folder)
+    (advised,) = re.findall(r"\((resume=.* resume_step=4)\)", checked.err)
+    assert cli.raw("plan", *shlex.split(advised)).code == 0
 
 
 def test_a_signal_whose_save_fails_promises_nothing(
