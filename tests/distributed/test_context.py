@@ -160,3 +160,33 @@ report([len(gathered), kept])
 
 def test_gathered_keys_and_values_are_freed_and_gathered_again_in_backward(ranks: Ranks) -> None:
     assert ranks.program(FREED, 2) == [[[4, 0]]] * 2
+
+
+OTHER_KERNELS = """
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from fp4train.models.common.chunks import SequenceRanks
+from fp4train.nn.ranks import Ranks
+
+time = int(arguments[0])
+torch.manual_seed(0)
+whole = [torch.randn(1, heads, 2 * time, 8, requires_grad=True) for heads in (4, 2, 2)]
+y = F.scaled_dot_product_attention(*whole, is_causal=True, enable_gqa=True)
+y.square().sum().backward()
+own = slice(rank * time, (rank + 1) * time)
+chunk = [x.detach()[:, :, own].clone().requires_grad_() for x in whole]
+sequence = SequenceRanks(Ranks(group=None, rank=rank, size=world), recomputes=False)
+with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH][rank]):
+    product = sequence.attended(*chunk, None)
+torch.testing.assert_close(product, y[:, :, own])
+product.square().sum().backward()
+for x, part in zip(whole, chunk, strict=True):
+    torch.testing.assert_close(part.grad, x.grad[:, :, own])
+report("equal")
+"""
+
+
+@pytest.mark.parametrize("time", [1, 16])
+def test_ranks_whose_attention_is_of_other_kernels_gather_alike(ranks: Ranks, time: int) -> None:
+    assert ranks.program(OTHER_KERNELS, 2, str(time)) == [["equal"]] * 2

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -23,7 +23,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fp4train.backends import widened
-from fp4train.models.common.cache import seen_mask
 from fp4train.nn.ranks import Ranks
 
 
@@ -61,10 +60,13 @@ class SequenceRanks:
         return self._attended(q, k, v, mask)
 
     def _attended(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        keys, values = _Gathered.apply(k, v, self.ranks)  # type: ignore[no-untyped-call]
+        again = None
+        if torch.is_grad_enabled() and not self._recomputes:
+            again = _GatheredAgain(k.detach(), v.detach(), self.ranks)
+        keys, values = _Gathered.apply(k, v, self.ranks, again)  # type: ignore[no-untyped-call]
         if mask is None and self.ranks.rank:
             mask = self._causal_mask(q, keys.shape[2])
-        with self._freed(k, v, keys, values):
+        with nullcontext() if again is None else _freed(keys, values, again):
             return widened(
                 F.scaled_dot_product_attention,
                 q,
@@ -76,57 +78,54 @@ class SequenceRanks:
             )
 
     def _causal_mask(self, q: Tensor, seen: int) -> Tensor:
-        """`seen_mask` as terms of the scores, in the dtype of q: torch would make these of it in
-        every layer, and keep them for backward.
+        """Causal attention as terms of the scores, in the dtype of q: torch would make these of a
+        bool mask in every layer, and keep them for backward.
         """
         shape = (q.shape[2], seen)
         if self._mask is None or (self._mask.shape, self._mask.dtype) != (shape, q.dtype):
-            attends = seen_mask(*shape, q.device)
-            assert attends is not None
-            self._mask = q.new_zeros(shape).masked_fill(~attends, -torch.inf)
+            self._mask = q.new_full(shape, -torch.inf).triu(seen - q.shape[2] + 1)
         return self._mask
-
-    @contextmanager
-    def _freed(self, k: Tensor, v: Tensor, keys: Tensor, values: Tensor) -> Iterator[None]:
-        """A context of the product, which keeps the chunk's keys and values in place of the gathered
-        ones.
-        """
-        if self._recomputes or not torch.is_grad_enabled():
-            yield
-            return
-        again = _GatheredAgain(k.detach(), v.detach(), self.ranks)
-
-        kind = keys.shape, keys.dtype
-        gathered = weakref.ref(keys), weakref.ref(values)  # what autograd keeps may have `pack`
-
-        def pack(x: Tensor) -> Tensor | Callable[[], Tensor]:
-            if (x.shape, x.dtype) == kind:
-                for which, reference in enumerate(gathered):
-                    if (tensor := reference()) is not None and x.is_set_to(tensor):
-                        return partial(again, which)
-            return x
-
-        def unpack(kept: Tensor | Callable[[], Tensor]) -> Tensor:
-            return kept if isinstance(kept, Tensor) else kept()
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-            yield
 
 
 class _GatheredAgain:
-    """Keys (0) or values (1) of all chunks for one backward pass: both are gathered when the first
-    of them is asked for, in whatever order an operator does.
+    """Keys (0) or values (1) of all chunks for one backward pass, in whatever order an operator asks
+    for them, until its `end`. They are gathered once, also where the operator of this rank kept other
+    tensors: those of other ranks, which have no masks or other ones, may ask.
     """
 
     def __init__(self, k: Tensor, v: Tensor, ranks: Ranks) -> None:
         self._own = (k, v)
         self._ranks = ranks
-        self._left: dict[int, Tensor] = {}
+        self._both: tuple[Tensor, Tensor] | None = None
 
     def __call__(self, which: int) -> Tensor:
-        if which not in self._left:
-            self._left = dict(enumerate(_gathered(*self._own, self._ranks)))
-        return self._left.pop(which)
+        if self._both is None:
+            self._both = _gathered(*self._own, self._ranks)
+        return self._both[which]
+
+    def end(self) -> None:
+        self(0)
+        self._both = None
+
+
+@contextmanager
+def _freed(keys: Tensor, values: Tensor, again: _GatheredAgain) -> Iterator[None]:
+    """A context of the product, which keeps `again` in place of the gathered keys and values."""
+    kind = keys.shape, keys.dtype
+    gathered = weakref.ref(keys), weakref.ref(values)  # what autograd keeps may have `pack`
+
+    def pack(x: Tensor) -> Tensor | Callable[[], Tensor]:
+        if (x.shape, x.dtype) == kind:
+            for which, reference in enumerate(gathered):
+                if (tensor := reference()) is not None and x.is_set_to(tensor):
+                    return partial(again, which)
+        return x
+
+    def unpack(kept: Tensor | Callable[[], Tensor]) -> Tensor:
+        return kept if isinstance(kept, Tensor) else kept()
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        yield
 
 
 def _gathered(k: Tensor, v: Tensor, ranks: Ranks) -> tuple[Tensor, Tensor]:
@@ -139,13 +138,18 @@ def _gathered(k: Tensor, v: Tensor, ranks: Ranks) -> tuple[Tensor, Tensor]:
 
 class _Gathered(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, k: Tensor, v: Tensor, ranks: Ranks) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, k: Tensor, v: Tensor, ranks: Ranks, again: _GatheredAgain | None
+    ) -> tuple[Tensor, Tensor]:
         ctx.ranks = ranks
+        ctx.again = again
         return _gathered(k, v, ranks)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, dk: Tensor, dv: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.again is not None:
+            ctx.again.end()
         rank: int = ctx.ranks.rank
         later: int = ctx.ranks.size - rank
         chunks = torch.stack(torch.stack((dk, dv)).chunk(rank + 1, 3))
@@ -153,4 +157,4 @@ class _Gathered(torch.autograd.Function):
         *earlier, total = ctx.ranks.exchange(chunks, sent, [0] * rank + [1] * later)
         for chunk in reversed(earlier):
             total = total + chunk
-        return total[0], total[1], None
+        return total[0], total[1], None, None
