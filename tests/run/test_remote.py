@@ -53,6 +53,15 @@ def test_a_run_whose_machine_is_lost_goes_on_from_its_copy(
     assert not store.exists("lake/a/checkpoints/step_00000009")
 
 
+def test_checkpoints_that_were_not_brought_back_stay_in_the_copy(cli: Cli, memory: Any) -> None:
+    also = "checkpoint.also=memory://lake"
+    cli.trained("run.name=a", *ALSO, "train.steps=6", also)
+    assert kept(memory) == [4, 6]
+    shutil.rmtree("runs/a/checkpoints/step_00000004")
+    assert cli("resume=runs/a", also, "train.steps=8").code == 0
+    assert steps("runs/a") == [6, 8] and kept(memory) == [4, 6, 8]
+
+
 def test_a_store_that_fails_is_tried_again_and_never_ends_a_run(
     cli: Cli, memory: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -133,7 +133,14 @@ def test_a_run_directory_holds_everything_about_its_run(cli: Cli) -> None:
     assert "blocks.0.attention.wq" in plan and "step 5: NVFP4 with fprop in BF16" in plan
     logged = [line for line in lines(run) if "event" not in line]
     each = {f"train/{key}" for key in ("loss", "grad_norm", "lr", "tokens")}
-    each |= {"step", "crc", "perf/tokens_per_s", "perf/memory_gb", "precision/recipe"}
+    each |= {
+        "step",
+        "crc",
+        "perf/tokens_per_s",
+        "perf/memory_gb",
+        "perf/data_wait",
+        "precision/recipe",
+    }
     for line in logged:
         assert set(line) == each | (
             {"val/loss", "val/loss_recipe"} if line["step"] in (3, 6) else set()

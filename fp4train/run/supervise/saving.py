@@ -33,7 +33,7 @@ from __future__ import annotations
 import logging
 import mmap
 import queue
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -84,6 +84,8 @@ class Saver:
         self.last: Outcome | None = None
         self._expected: Mapping[str, int] = {}
         """Sums of the coming checkpoint's tensors that were taken before."""
+        self._uploaded: Collection[int] = ()
+        """Steps whose checkpoints the run had when its copy on a store was made last."""
         self._buffers: dict[str, Tensor] = {}
         self._prepared = False
         self._outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
@@ -145,6 +147,8 @@ class Saver:
         if sums and run.world.size == 1:  # other ranks may load other parts
             state[checkpoint.SUMS] = sums  # type: ignore[assignment]
         copies = self._copy(parts)
+        if self._begun is None and run.config.checkpoint.also:
+            self._uploaded = checkpoint.steps(run.directory / run_directory.CHECKPOINTS)
         self._begun = step
 
         def job() -> None:
@@ -393,7 +397,7 @@ class Saver:
         """Bring the copy on a store up to date: the first rank, for all share the folder."""
         place = f"{self.run.config.checkpoint.also}/{self.run.directory.name}"
         try:
-            upload(self.run.record.folder, place)
+            self._uploaded = upload(self.run.record.folder, place, self._uploaded)
         except Exception as error:
             _log.warning(
                 "checkpoint.also: %s; step %d is in %s alone, and is tried again with the next "
