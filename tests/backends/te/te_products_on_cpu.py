@@ -32,7 +32,7 @@ from fp4train.backends import LAYER_BACKENDS
 from fp4train.backends.te import TEExecutor, TransformerEngine, executor
 from fp4train.hardware import Device
 from fp4train.nn import convert
-from fp4train.parallel.config import Mesh
+from fp4train.parallel.world import World
 from fp4train.precision import Context, Recipe, recompute, resolve, use
 from fp4train.quantize import Position, RunStep
 from fp4train.run.state.base import LossScale
@@ -293,10 +293,9 @@ def small_run(
         course._regions = [(LAYER_BACKENDS["te"], [recipe.table()])]
     run = SimpleNamespace(
         model=model,
-        world=SimpleNamespace(
-            size=1, data_rank=0, peers=None, mesh=Mesh(), own_chunk=lambda rows: rows
-        ),
+        world=World(device=CPU),
         rank_rows=4,
+        microbatch_tokens=rows * TOKENS,
         microbatch_rows=rows,
         loss_scale=LossScale(),
         config=SimpleNamespace(
