@@ -235,7 +235,7 @@ class EvalSettings:
     `errors_every` steps (0: never).
 
     Args:
-        command: what a shell runs beside training when a checkpoint is whole (`run/judge.py`);
+        command: shell command that runs beside training when a checkpoint is whole (`run/judge.py`);
             {run} and {step} in it are those of the checkpoint.
         tasks: tasks of lm_eval that are evaluated on each checkpoint beside training.
     """

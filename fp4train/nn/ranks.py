@@ -83,7 +83,7 @@ class Ranks:
         """The parts [n, …] that the ranks send this one, in their order.
 
         Args:
-            parts: to the ranks in their order.
+            parts: tensors for the ranks, in the order of the ranks.
             sent, received: number of parts to and from each rank.
         """
         result = parts.new_empty(sum(received), *parts.shape[1:])

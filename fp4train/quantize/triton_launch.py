@@ -73,8 +73,9 @@ def four_zeros(device: torch.device) -> Tensor:
         with torch.inference_mode(False):  # autograd may save them
             rows = torch.zeros(ZEROS, 4, dtype=torch.float32, device=device).unbind()
         # `.data` has a version of its own: that of one row must not change with another's
-        _zeros[device, stream] = rest = iter([row.data for row in rows])
-        four = next(rest)
+        unused = iter([row.data for row in rows])
+        _zeros[device, stream] = unused
+        four = next(unused)
     return four
 
 

@@ -39,10 +39,10 @@ class Pace(RunCompanion):
         """
         passes = list(zip(self._times[::2], self._times[1::2], strict=True))
         if self.run.device.type == "cuda":
-            passes = [(first, last) for first, last in passes if last.query()]
-            times = [first.elapsed_time(last) / 1e3 for first, last in passes]
+            passes = [(begin, end) for begin, end in passes if end.query()]
+            times = [begin.elapsed_time(end) / 1e3 for begin, end in passes]
         else:
-            times = [last - first for first, last in passes]
+            times = [end - begin for begin, end in passes]
         del self._times[: 2 * len(times)]
         return float(sum(times) / max(len(times), 1))
 

@@ -50,8 +50,8 @@ def upload(run: Folder, place: str, before: Collection[int]) -> Collection[int]:
             for name in sorted(files.names(), key=STATE.__eq__):
                 (there / parts.CHECKPOINTS / step / name).put(files, name)
     pruned = {*map(directory_name, before)}
-    whole = {names[1] for names in objects if names[2:] == (STATE,)}
-    halves = {names[1] for names in objects if len(names) == 3} - whole
+    complete = {names[1] for names in objects if names[2:] == (STATE,)}
+    halves = {names[1] for names in objects if len(names) == 3} - complete
     gone = (pruned | halves) - {*local}
     for names in sorted(objects, key=lambda names: names[2:] != (STATE,)):
         if len(names) == 3 and names[0] == parts.CHECKPOINTS and names[1] in gone:

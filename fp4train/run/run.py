@@ -387,16 +387,18 @@ class Run:
                 f"have {size}: other data need the token ids of the run's own"
             )
         stages = self._stages()
-        before: Any = stages if other_data else saved.state.get(STAGES, stages)
+        saved_stages: Any = stages if other_data else saved.state.get(STAGES, stages)
         at = self.batch_index
-        if [stage for stage in before if stage[0] < at] != [s for s in stages if s[0] < at]:
+        if [stage for stage in saved_stages if stage[0] < at] != [s for s in stages if s[0] < at]:
             raise UserError(
                 f"{saved.path} was trained in other stages than data.stages has before step "
                 f"{saved.step}: leave those as they were, and change what begins later (a start "
                 "that is a share of the run is another step where train.steps changes: name the "
                 "step)"
             )
-        if (now := [stage[0] for stage in stages]) != (then := [stage[0] for stage in before]):
+        if (now := [stage[0] for stage in stages]) != (
+            then := [stage[0] for stage in saved_stages]
+        ):
             _log.warning("data.stages begin at batches %s from here on, not %s", now, then)
         self._check_bits(saved)
         if self.teacher is None:

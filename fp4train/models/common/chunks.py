@@ -130,8 +130,8 @@ def _freed(keys: Tensor, values: Tensor, again: _GatheredAgain) -> Iterator[None
 
 def _gathered(k: Tensor, v: Tensor, ranks: Ranks) -> tuple[Tensor, Tensor]:
     """Keys and values [B, H, (r + 1)·T, E] of the chunks up to this rank's."""
-    own = torch.stack((k, v))
-    chunks = ranks.gather_rows(own).view(ranks.size, *own.shape)
+    chunk = torch.stack((k, v))
+    chunks = ranks.gather_rows(chunk).view(ranks.size, *chunk.shape)
     keys, values = chunks[: ranks.rank + 1].movedim(0, 3).flatten(3, 4)
     return keys, values
 

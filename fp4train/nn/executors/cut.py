@@ -228,14 +228,14 @@ class CutGemms(Gemms):
         seen = None if shared is None else shared.get("gathered for wgrad")
         if seen is not None and seen[0].is_set_to(part):
             return seen[1]
-        whole: Any
+        gathered_x: Any
         if coded:
-            whole = gathered(x, self.ranks, along_tokens=self.x.values is None)
+            gathered_x = gathered(x, self.ranks, along_tokens=self.x.values is None)
         else:
-            whole = self.ranks.gather_rows(x)
+            gathered_x = self.ranks.gather_rows(x)
         if shared is not None:
-            shared["gathered for wgrad"] = (part, whole)
-        return whole
+            shared["gathered for wgrad"] = (part, gathered_x)
+        return gathered_x
 
     def backward(
         self,

@@ -112,7 +112,7 @@ class StepAgreement:
     Args:
         signal: the number of a signal that one rank or more received; None: none.
         requests: the lead's requests of every rank; empty: none.
-        values: to log about the ranks: their memory, and what holds them up.
+        values: metrics of the ranks: their memory, and what holds them up.
         trouble: whether a companion of some rank has a reason to end the run.
     """
 
