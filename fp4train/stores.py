@@ -138,13 +138,28 @@ def native_file(path: Path) -> Any:
     return pyarrow.OSFile(str(path))
 
 
+_PATIENCE: Mapping[str, dict[str, Any]] = {
+    "s3": {
+        "config_kwargs": {
+            "connect_timeout": 5,
+            "read_timeout": 10,
+            "retries": {"total_max_attempts": 1},
+        }
+    }
+}
+"""Options by scheme: seconds after which a server that does not answer is asked again. s3fs asks five
+times itself.
+"""
+
+
 @contextmanager
 def _store(path: StorePath, done: str = "read") -> Iterator[tuple[Any, str]]:
     """The store of a path, and its name there."""
     try:
         from fsspec.core import url_to_fs
 
-        yield url_to_fs(str(path), use_listings_cache=False)
+        options = _PATIENCE.get(str(path).partition(":")[0], {})
+        yield url_to_fs(str(path), use_listings_cache=False, **options)
     except FileNotFoundError as error:
         raise FileNotFoundError(errno.ENOENT, "the store lacks it", str(path)) from error
     except Exception as error:  # each store has its own
