@@ -19,7 +19,9 @@ before it; J is the largest residual, S the spread of all. A loss above
     f + max(1.5 J, 6 S, (0.3 + 1.6 / n) |f|, 0.1)
 
 begins a rise, too, once the past has 8 losses. It lasts while losses are above this bar, and so does
-one that the limit began above it, if the bar is lower.
+one that the limit began above it, if the bar is lower. Where the last 8 are below 0.8 ln V (see
+below), 6 S is at most seven tenths of the way from f to ln V: S is wide while losses fall, and would
+hide weights that are drawn anew and learn again at once.
 
 A loss fits the curve before it if it is within its past and at most f + max(J, 3 R, 0.1 |f|), with
 the spread R of the last 16 residuals. Five losses in a row that fit the curve from before a
@@ -80,6 +82,8 @@ LEAST_RISE = 0.1
 """Nats: a smaller rise is noise, also of a model that has learned nearly everything."""
 LEARNED = 0.8
 """Share of ln V below which something is learned."""
+FORGOTTEN = 0.7
+"""Share of the way from the trend to ln V beyond which weights have lost most of what they knew."""
 LOST = 0.95
 """Share of ln V above which nothing is known."""
 WORSE = 1.2
@@ -227,7 +231,10 @@ class Divergence:
     def trend_limit(self) -> float:
         residuals = self.residuals
         least = (0.3 + 1.6 / len(self.window)) * abs(self.trend)
-        return self.trend + max(1.5 * max(residuals), 6 * _spread(residuals), least, LEAST_RISE)
+        spread = 6 * _spread(residuals)
+        if max(self.past[-RECENT:]) < LEARNED * self.uniform:
+            spread = min(spread, FORGOTTEN * (self.uniform - self.trend))
+        return self.trend + max(1.5 * max(residuals), spread, least, LEAST_RISE)
 
     @property
     def curve(self) -> float:
