@@ -112,6 +112,12 @@ def test_constant_stays_at_the_peak() -> None:
     assert set(factors(Constant())[5:]) == {1.0}
 
 
+def test_the_half_cosine_begins_where_the_warm_up_ends() -> None:
+    schedule = Cosine(warmup=20)
+    assert schedule.factor(20, 120) == 1.0
+    assert schedule.factor(70, 120) == pytest.approx(0.5)
+
+
 def test_cosine_is_half_way_in_the_middle_and_ends_near_the_floor() -> None:
     schedule = Cosine(warmup=0, floor=0.1)
     assert schedule.factor(0, 100) == 1.0

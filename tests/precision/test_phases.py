@@ -49,7 +49,7 @@ def test_without_a_cooldown_in_the_schedule_the_phase_never_starts() -> None:
 
 @pytest.mark.parametrize(
     ("start", "step"),
-    [(0, 0), (30, 30), (0.25, 25), (0.0, 0), (1.0, None), (100, None), (500, None)],
+    [(0, 0), (30, 30), (0.25, 25), (0.296, 30), (0.0, 0), (1.0, None), (100, None), (500, None)],
 )
 def test_a_start_is_a_step_or_a_share_of_the_run(start: float, step: int | None) -> None:
     timeline = Timeline(recipe=NVFP4(), steps=100, phases=[Phase(start=start, recipe=MXFP8())])

@@ -2,6 +2,7 @@
 one.
 """
 
+import json
 import os
 import shutil
 from pathlib import Path
@@ -137,3 +138,9 @@ def test_an_evaluation_whose_loss_is_finite_and_useless_proves_no_checkpoint(
     )
     assert ended.code == 3 and "The last good checkpoint is that of step 30" in ended.err
     assert [proven[step] for step in (10, 20, 30, 40)] == [True, True, True, False]
+
+
+def test_a_checkpoint_that_its_evaluation_proves_is_the_good_one_of_a_resume(cli: Cli) -> None:
+    cli.trained("run.name=a", "train.steps=4", "eval.every=2", "checkpoint.every=2", *STEADY)
+    state = json.loads(Path("runs/a/checkpoints/step_00000004/state.json").read_text())["state"]
+    assert state["good"] == 4
