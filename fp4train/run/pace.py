@@ -26,29 +26,36 @@ class Pace(RunCompanion):
     """
 
     def begin(self, run: Run) -> None:
-        self._times: list[Any] = []
-        """When the passes began and ended, in turn."""
+        self._began: Any = None
+        self._passes: list[tuple[Any, Any]] = []
+        """When the passes began and ended; not those that recomputation leaves before their end."""
         if run.world.size > 1 and not run.config.train.compile:
             for block in find_blocks(run.model):
-                block.register_forward_pre_hook(self._note)
-                block.register_forward_hook(self._note)
+                block.register_forward_pre_hook(self._enter)
+                block.register_forward_hook(self._leave)
 
     def seconds(self) -> float:
         """Mean time of the passes that were done since the last call; 0: none was. Waits for no
         device.
         """
-        passes = list(zip(self._times[::2], self._times[1::2], strict=True))
+        passes = self._passes
         if self.run.device.type == "cuda":
             passes = [(begin, end) for begin, end in passes if end.query()]
             times = [begin.elapsed_time(end) / 1e3 for begin, end in passes]
         else:
             times = [end - begin for begin, end in passes]
-        del self._times[: 2 * len(times)]
+        del self._passes[: len(times)]
         return float(sum(times) / max(len(times), 1))
 
-    def _note(self, *of_hook: object) -> None:
-        now: Any = time.perf_counter()
-        if self.run.device.type == "cuda":
-            now = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            now.record()
-        self._times.append(now)
+    def _enter(self, *of_hook: object) -> None:
+        self._began = self._now()
+
+    def _leave(self, *of_hook: object) -> None:
+        self._passes.append((self._began, self._now()))
+
+    def _now(self) -> Any:
+        if self.run.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
