@@ -72,7 +72,7 @@ def graphs(*, recorded: bool = True) -> Iterator[list[Any]]:
 
     from fp4train.backends import emulate
     from fp4train.models.common import on_cpu
-    from fp4train.quantize import cpu
+    from fp4train.quantize import cpu, triton_launch
     from fp4train.quantize.quantizer import quantizer
     from fp4train.run import build
     from fp4train.run.step_graph import RecordedSteps
@@ -101,9 +101,18 @@ def graphs(*, recorded: bool = True) -> Iterator[list[Any]]:
     ]
     widened = patch.object(emulate, "WITHOUT_INSTRUCTIONS", frozenset({torch.bfloat16}))
     queued = patch.object(emulate, "_of_tensors", emulate.queued_factors)
+    # as where a CUDA graph is captured: a replay fills every amax again
+    zeros = patch.multiple(triton_launch, ZEROS=1, _zeros={})
     quantizer.cache_clear()
     try:
-        with patch.object(build, "assemble", assembled), unseen[0], unseen[1], widened, queued:
+        with (
+            patch.object(build, "assemble", assembled),
+            unseen[0],
+            unseen[1],
+            widened,
+            queued,
+            zeros,
+        ):
             yield recorders
     finally:
         quantizer.cache_clear()
