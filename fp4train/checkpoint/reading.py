@@ -199,6 +199,30 @@ class Unusable(Exception):
     """This checkpoint cannot be used; the message is the reason."""
 
 
+def _body(folder: Folder, step: int) -> dict[str, Any]:
+    """What the file of the state says, of this format, whole and of `step`."""
+    body = json.loads(folder.read(STATE, layout.STATE_LIMIT))
+    if not isinstance(body, dict) or body.get("format") != layout.FORMAT:
+        raise Unusable(f"{STATE} is not one of fp4train's")
+    # first: a damaged version is damage, not a newer fp4train
+    if body.pop("sha256", None) != checksum_of(body):
+        raise Unusable(f"{STATE} is damaged (checksum differs)")
+    version = body.get("version")
+    if isinstance(version, int) and version > VERSION:
+        raise UserError(
+            f"{folder.path} has checkpoint format version {version}; this fp4train reads "
+            f"up to {VERSION}. "
+            "Update fp4train to resume from it."
+        )
+    if version in range(1, VERSION):
+        raise OlderForm(folder.path, f"has checkpoint format version {version}")
+    if version != VERSION:
+        raise Unusable(f"{STATE} has no format version")
+    if body["step"] != step:
+        raise Unusable(f"{STATE} is of step {body['step']}, not {step}")
+    return body
+
+
 def read(
     folder: Folder,
     step: int,
@@ -213,25 +237,7 @@ def read(
     """
     copies: dict[str, int] = {}
     try:
-        body = json.loads(folder.read(STATE, layout.STATE_LIMIT))
-        if not isinstance(body, dict) or body.get("format") != layout.FORMAT:
-            raise Unusable(f"{STATE} is not one of fp4train's")
-        # first: a damaged version is damage, not a newer fp4train
-        if body.pop("sha256", None) != checksum_of(body):
-            raise Unusable(f"{STATE} is damaged (checksum differs)")
-        version = body.get("version")
-        if isinstance(version, int) and version > VERSION:
-            raise UserError(
-                f"{folder.path} has checkpoint format version {version}; this fp4train reads "
-                f"up to {VERSION}. "
-                "Update fp4train to resume from it."
-            )
-        if version in range(1, VERSION):
-            raise OlderForm(folder.path, f"has checkpoint format version {version}")
-        if version != VERSION:
-            raise Unusable(f"{STATE} has no format version")
-        if body["step"] != step:
-            raise Unusable(f"{STATE} is of step {body['step']}, not {step}")
+        body = _body(folder, step)
         state = from_strict(body["state"])
         described = body["tensors"]
         if not isinstance(state, dict) or not isinstance(described["aliases"], dict):

@@ -373,9 +373,27 @@ class Run:
             reason = first_line(error) + (" is missing" if isinstance(error, LookupError) else "")
             ids = "; other data need the token ids of the run's own" if other_data else ""
             raise UserError(f"{saved.path} does not fit this model: {reason}{ids}") from error
-        if data != self.data.fingerprint and not other_data:
+        self._check_data(saved, data, other_data)
+        self._check_bits(saved)
+        if self.teacher is None:
+            teacher = None
+        else:
+            teacher = self.teacher.fingerprint
+        if saved.state.get("teacher", teacher) != teacher and teacher is not None:
             raise UserError(
-                f"{saved.path} was trained on other data (fingerprint {data}, now "
+                f"{saved.path} was trained with a teacher of other weights than "
+                f"teacher={self.config.teacher} has: "
+                "name the weights that the run began with (teacher=FOLDER, or of a run "
+                "teacher_step=STEP)"
+            )
+
+    def _check_data(
+        self, saved: checkpoint.Checkpoint, fingerprint: object, other_data: bool
+    ) -> None:
+        """The data, their vocabulary and stages are those that the checkpoint was trained on."""
+        if fingerprint != self.data.fingerprint and not other_data:
+            raise UserError(
+                f"{saved.path} was trained on other data (fingerprint {fingerprint}, now "
                 f"{self.data.fingerprint}): "
                 "give the run the data that it began with, or go on with others as a branch "
                 "(run.name=NEW data=…)"
@@ -400,15 +418,3 @@ class Run:
             then := [stage[0] for stage in saved_stages]
         ):
             _log.warning("data.stages begin at batches %s from here on, not %s", now, then)
-        self._check_bits(saved)
-        if self.teacher is None:
-            teacher = None
-        else:
-            teacher = self.teacher.fingerprint
-        if saved.state.get("teacher", teacher) != teacher and teacher is not None:
-            raise UserError(
-                f"{saved.path} was trained with a teacher of other weights than "
-                f"teacher={self.config.teacher} has: "
-                "name the weights that the run began with (teacher=FOLDER, or of a run "
-                "teacher_step=STEP)"
-            )

@@ -43,6 +43,7 @@ import torch
 from torch import Tensor
 
 from fp4train import checkpoint
+from fp4train.checkpoint.tree import JSON
 from fp4train.checkpoint.writing import ENDED
 from fp4train.run.finite import first_non_finite
 from fp4train.run.record import directory as run_directory
@@ -128,14 +129,7 @@ class Saver:
             return False
         run = self.run
         step = self.run.step
-        tensors, state = checkpoint.flatten(run.state())
-        if not run.world.stage:
-            state["metrics"] = mark(run.record.tracker)  # type: ignore[assignment]
-            state[checkpoint.GOOD] = step if proven else self.good
-            if self.named is not None:
-                state[checkpoint.NAMED] = self.named
-            if doubt is not None:
-                state[checkpoint.DOUBT] = doubt
+        tensors, state = self._marked_state(proven, doubt)
         checked = [name for name in tensors if run.must_be_finite(name)]
         parts = owned(tensors, leads=self.ranks.leads, orders=run.row_orders())
         kept = {n: parts[n].tensor for n in checked if n in parts}
@@ -183,6 +177,21 @@ class Saver:
 
         self._worker.put(job)
         return True
+
+    def _marked_state(
+        self, proven: bool, doubt: str | None
+    ) -> tuple[dict[str, Tensor], dict[str, JSON]]:
+        """The run's tensors and other state, with what is known of its worth."""
+        run = self.run
+        tensors, state = checkpoint.flatten(run.state())
+        if not run.world.stage:
+            state["metrics"] = mark(run.record.tracker)  # type: ignore[assignment]
+            state[checkpoint.GOOD] = run.step if proven else self.good
+            if self.named is not None:
+                state[checkpoint.NAMED] = self.named
+            if doubt is not None:
+                state[checkpoint.DOUBT] = doubt
+        return tensors, state
 
     def prove(self, step: int) -> None:
         """A loss within its past has been computed from the state of `step`: surplus checkpoints
