@@ -95,9 +95,15 @@ class Folder:
     # -- what is there -----------------------------------------------------------------------------
 
     def names(self) -> list[str]:
-        """All names in it, sorted."""
+        """All names in it, sorted. They are read by a descriptor that no forked process has: it has a
+        place in the directory, and one that is killed would leave it in the middle.
+        """
         try:
-            return sorted(os.listdir(self.descriptor))
+            descriptor = os.open(".", _FOLDER, dir_fd=self.descriptor)
+            try:
+                return sorted(os.listdir(descriptor))
+            finally:
+                os.close(descriptor)
         except OSError as error:
             raise with_cure(error, self.path) from None
 

@@ -207,3 +207,23 @@ def test_a_folder_that_nobody_holds_any_more_is_closed(tmp_path: Path) -> None:
     gc.collect()
     with pytest.raises(OSError):
         os.fstat(descriptor)
+
+
+def test_a_folder_is_listed_whole_after_a_forked_process_is_killed_while_it_lists(
+    run: Path,
+) -> None:
+    expected = [f"{number:05d}.bin" for number in range(12)]
+    for name in expected:
+        (run / name).touch()
+    with Folder.open(run) as folder:
+        if (child := os.fork()) == 0:
+
+            def killed(place: int) -> list[str]:
+                entries = os.scandir(place)
+                next(entries)
+                os._exit(0)  # before the place in the directory is the first again
+
+            os.listdir = killed  # type: ignore[assignment]
+            folder.names()
+        os.waitpid(child, 0)
+        assert folder.names() == expected
