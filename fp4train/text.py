@@ -345,6 +345,13 @@ def near_miss(word: str, words: Iterable[str], alike: float = _ALIKE) -> str:
     return ""
 
 
+def next_fitting(size: int, most: int, fits: Callable[[int], bool]) -> str:
+    """The numbers from 1 to `most` that fit, next below and next above `size`: "2 or 4"."""
+    below = next(filter(fits, range(min(size - 1, most), 0, -1)), None)
+    above = next(filter(fits, range(size + 1, most + 1)), None)
+    return " or ".join(str(number) for number in (below, above) if number is not None)
+
+
 def check_least(owner: object, section: str, *names: str, least: int = 1, must: str = "") -> None:
     """Raise ValueError where a number of `owner` is below `least`; it names section, field, value
     and what it must be.

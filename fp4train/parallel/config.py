@@ -5,7 +5,7 @@ makes of them.
 from dataclasses import dataclass
 
 from fp4train.precision.gather import GATHERS
-from fp4train.text import check_choice, check_least
+from fp4train.text import check_choice, check_least, next_fitting
 
 REST = -1
 """The size of a mesh dimension that takes all ranks left over."""
@@ -250,10 +250,15 @@ class Parallel:
             if remainder or not shards:
                 names = ("dp_replicate", "pp", "tp", "cp")
                 sizes = [(name, getattr(self, name)) for name in names]
-                product = " × ".join(f"parallel.{name}={size}" for name, size in sizes if size > 1)
+                sizes = [(f"parallel.{name}", size) for name, size in sizes if size > 1]
+                last, size = sizes[-1]
+                left, remainder = divmod(ranks, other_ranks // size)
+                fits = "" if remainder else next_fitting(size, left, lambda n: left % n == 0)
+                near = f"; use {last}={fits}" if fits else ""
+                product = " × ".join(f"{name}={size}" for name, size in sizes)
                 raise ValueError(
                     f"{product} does not divide the {_count(ranks)} of this run"
-                    + (_START if ranks == 1 else "")
+                    + (_START if ranks == 1 else near)
                 )
         if other_ranks * shards != ranks:
             stages = "".join(

@@ -21,7 +21,7 @@ from fp4train.parallel.config import Mesh
 from fp4train.parallel.stages import check_microbatches
 from fp4train.precision.plan import Plan
 from fp4train.run.record import directory as run_directory
-from fp4train.text import short, typed, with_unit
+from fp4train.text import next_fitting, short, typed, with_unit
 
 _log = logging.getLogger(__name__)
 
@@ -184,9 +184,7 @@ def check_chunks(plan: Plan, seq_len: int, ranks: int) -> None:
 
     if ranks == 1 or (reason := why_not(ranks)) is None:
         return
-    below = next(n for n in range(ranks - 1, 0, -1) if n == 1 or why_not(n) is None)
-    above = next((n for n in range(ranks + 1, seq_len + 1) if why_not(n) is None), None)
-    near = f"{below} or {above}" if above else str(below)
+    near = next_fitting(ranks, seq_len, lambda n: n == 1 or why_not(n) is None)
     raise ValueError(
         f"parallel.cp={ranks}: sequences of train.seq_len={seq_len} tokens must be chunks of whole "
         f"blocks, and {reason}; use parallel.cp={near}"

@@ -384,7 +384,8 @@ def test_the_mesh_of_the_section_is_that_of_a_run_and_of_its_plan() -> None:
     found = Parallel(dp_replicate=2, sp=False, pp=4).mesh(64)
     assert found == Mesh(replicate=2, shard=8, sequence=False, pipeline=4)
     assert str(found) == "2 replicas × 8 shards × 4 stages" and found.gpus == 64
-    with pytest.raises(ValueError, match=r"parallel.pp=4 does not divide the 6 ranks of this run"):
+    refusal = r"parallel.pp=4 does not divide the 6 ranks of this run; use parallel.pp=3 or 6"
+    with pytest.raises(ValueError, match=refusal):
         Parallel(pp=4).mesh(6)
 
 

@@ -52,7 +52,10 @@ Ranks = Any
             "and are not: a shard of 24 is not whole blocks of 16; use parallel.cp=1 or 3",
             marks=pytest.mark.long,
         ),
-        (["parallel.cp=2", "parallel.tp=2"], "parallel.tp=2 × parallel.cp=2 does not divide"),
+        (
+            ["parallel.cp=2", "parallel.tp=2"],
+            "parallel.tp=2 × parallel.cp=2 does not divide the 2 ranks of this run; use parallel.cp=1",
+        ),
         (
             ["parallel.ep=2"],
             "unknown key 'parallel.ep': expert parallelism sends tokens to ranks that hold "

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 import fp4train.run.build as build
 from fp4train.models.common import Attention
 from fp4train.models.common.decoder import Decoder
+from fp4train.models.common.lower_right import attend_last
 from fp4train.nn.ranks import Ranks
 from fp4train.precision.context import current, use
 
@@ -40,12 +41,11 @@ class OfLayer:
         before = [self.kept[token] for token in sorted(self.kept) if token <= here]
         keys, values = (torch.cat(parts, 2) for parts in zip(*before))
         time, seen = q.shape[2], keys.shape[2]
-        if mask is None:
-            mask = torch.ones(time, seen, dtype=torch.bool).tril(seen - time)
-        grouped = q.shape[1] != k.shape[1]
-        if seen == time and mask.dim() == 2:
-            return F.scaled_dot_product_attention(q, keys, values, is_causal=True, enable_gqa=grouped)
-        return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, enable_gqa=grouped)
+        if mask is None and seen > time:
+            return attend_last(q, keys, values)
+        return F.scaled_dot_product_attention(
+            q, keys, values, attn_mask=mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1]
+        )
 
 
 class Tied:

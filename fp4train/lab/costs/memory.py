@@ -12,7 +12,7 @@
                       outside the blocks, which stay gathered, and the gradients of one block and of
                       those outside
     keys and values   of context parallelism: those of one block's whole sequences and their
-                      gradients, and the mask of the last chunk, 2 bytes per query and key
+                      gradients
     logits            of one chunk: 8 bytes per logit; the head in BF16, its float32 gradient, the
                       gradient of its input
     reserve           RESERVE: the CUDA context, NCCL's buffers, workspaces of the GEMMs
@@ -66,7 +66,7 @@ class RankMemory:
                 parts["unsharded weights"] += 4 * (largest + outer.elements)
         if mesh.context > 1 and not mesh.joined:
             keys = max(block.forward.keys for block in counts) / mesh.tensor
-            parts["keys and values"] = 2 * keys + 2 * load.seq_len**2 / mesh.context
+            parts["keys and values"] = 2 * keys
         if stage == mesh.pipeline - 1:
             parts["logits and head"] = _logits(load, mesh)
         parts["reserve"] = RESERVE

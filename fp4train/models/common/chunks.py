@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fp4train.backends import widened
+from fp4train.models.common.lower_right import attend_last
 from fp4train.nn.ranks import Ranks
 
 
@@ -36,7 +37,6 @@ class SequenceRanks:
     def __init__(self, ranks: Ranks, *, recomputes: bool) -> None:
         self.ranks = ranks
         self._recomputes = recomputes
-        self._mask: Tensor | None = None
 
     def until_here(self, x_BT: Tensor | None) -> Tensor | None:
         """bool [B, (r + 1)·T]: x of the chunks up to this rank's, from bool [B, T] of each."""
@@ -64,9 +64,9 @@ class SequenceRanks:
         if torch.is_grad_enabled() and not self._recomputes:
             again = _GatheredAgain(k.detach(), v.detach(), self.ranks)
         keys, values = _Gathered.apply(k, v, self.ranks, again)  # type: ignore[no-untyped-call]
-        if mask is None and self.ranks.rank:
-            mask = self._causal_mask(q, keys.shape[2])
         with nullcontext() if again is None else _freed(keys, values, again):
+            if mask is None and self.ranks.rank:
+                return widened(attend_last, q, keys, values)
             return widened(
                 F.scaled_dot_product_attention,
                 q,
@@ -76,15 +76,6 @@ class SequenceRanks:
                 is_causal=mask is None,
                 enable_gqa=q.shape[1] != k.shape[1],
             )
-
-    def _causal_mask(self, q: Tensor, seen: int) -> Tensor:
-        """Causal attention as terms of the scores, in the dtype of q: torch would make these of a
-        bool mask in every layer, and keep them for backward.
-        """
-        shape = (q.shape[2], seen)
-        if self._mask is None or (self._mask.shape, self._mask.dtype) != (shape, q.dtype):
-            self._mask = q.new_full(shape, -torch.inf).triu(seen - q.shape[2] + 1)
-        return self._mask
 
 
 class _GatheredAgain:
