@@ -11,7 +11,7 @@ import stat
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path, PosixPath
 from typing import Any
 
@@ -63,6 +63,10 @@ class StorePath(PosixPath):
         """The object, to be read in binary."""
         return io.BufferedReader(_StoreFile(self), PIECE)
 
+    def pieces(self) -> Iterator[bytes]:
+        """The whole object, in large pieces."""
+        return iter(partial(self.open().read, 64 * PIECE), b"")
+
     def put(self, folder: Folder, name: str) -> None:
         """Make the object of a file that may grow, and compare its size."""
         with (
@@ -105,9 +109,12 @@ class _StoreFile(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         first = self.at
         self.at = min(first + len(buffer), self.path.info["size"])
-        if size := self.at - first:
-            (buffer[:size],) = read_ranges([(self.path, first, self.at)])
-        return size
+        starts = range(first, self.at, 8 * PIECE)
+        ends = (*starts[1:], self.at)
+        if starts:
+            parts = read_ranges([(self.path, *part) for part in zip(starts, ends, strict=True)])
+            buffer[: self.at - first] = b"".join(parts)
+        return self.at - first
 
 
 def read_ranges(ranges: Sequence[tuple[StorePath, int, int]]) -> list[bytes]:

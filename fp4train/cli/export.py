@@ -7,7 +7,8 @@ and model card (docs/exchange.md).
   to=compressed-tensors, to=modelopt  the codes and scales of NVFP4, MXFP8 or
                                       FP8 that training used, for vLLM, SGLang
                                       and TensorRT-LLM
-  out=FOLDER       a new folder; it is whole, or not there
+  out=FOLDER       a new folder; it is whole, or not there. s3://BUCKET/FOLDER is
+                   written to FOLDER, copied and removed
   step=200         the checkpoint, as RUN@200; the default is the newest
 {kinds}
   dtype=float32    of the weights: float32 keeps every bit, bf16 rounds to half
@@ -43,6 +44,8 @@ from fp4train.config.command_line import CommandLine, Count, WholeNumber, read_l
 from fp4train.exchange import Measures, export_huggingface, export_quantised
 from fp4train.exchange.huggingface import DTYPES
 from fp4train.lab.studies import study_progress
+from fp4train.paths import StoreText
+from fp4train.run.remote import copied_to
 from fp4train.text import check_choice
 
 __doc__ = with_weight_kinds(__doc__)
@@ -55,7 +58,7 @@ _UNITS = {"kB": 10**3, "MB": 10**6, "GB": 10**9}
 @dataclass(frozen=True, kw_only=True)
 class ExportOptions(CommandLine):
     to: str
-    out: Path
+    out: StoreText
     step: WholeNumber | None = None
     dtype: str = ""
     shard: str = "5GB"
@@ -66,7 +69,7 @@ class ExportOptions(CommandLine):
     def __post_init__(self) -> None:
         check_choice("to", self.to, TARGETS)
         check_choice("dtype", self.weight_dtype, DTYPES)
-        if not self.out.name:
+        if not Path(self.out).name:
             raise ValueError(f"out={self.out} must be the name of a new folder")
         if self.to == "hf":
             about_codes = [key for key in _OF_CODES if getattr(self, key) is not None]
@@ -92,20 +95,24 @@ def main(arguments: list[str]) -> int:
     """Write the folder and print what it holds; returns the exit code."""
     line = read_line(arguments, ExportOptions, __doc__, keys=("plugins",), paths=True)
     source = source_named(line.run, line.step)
-    with line.using_plugins(), study_progress("tensor", every=10.0) as shown:
+    with (
+        line.using_plugins(),
+        study_progress("tensor", every=10.0) as shown,
+        copied_to(line.out) as out,
+    ):
         how: dict[str, Any] = {
             "dtype": DTYPES[line.weight_dtype],
             "shard": line.shard_bytes,
             "tell": shown,
         }
         if line.to == "hf":
-            exported = export_huggingface(source, line.out, **how)
+            exported = export_huggingface(source, out, **how)
         else:
             measures = Measures(
                 calibrate=line.calibrate, losses=line.losses is not False, paths=line.paths
             )
             exported = export_quantised(
-                source, line.out, line.to, stretch=line.stretch, measures=measures, **how
+                source, out, line.to, stretch=line.stretch, measures=measures, **how
             )
     for note in exported.notes:
         print(fitted(note))

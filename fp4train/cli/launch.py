@@ -32,6 +32,7 @@ from fp4train.run.from_run import (
 )
 from fp4train.run.record import directory as run_directory
 from fp4train.run.record.journal import RecipeChoice
+from fp4train.run.remote import with_brought
 from fp4train.text import shortened
 
 LONGEST_GROUP = 128
@@ -76,7 +77,7 @@ def launch(arguments: list[str], task: Callable[[Command], int]) -> int:
         if {argument.partition("=")[0] for argument in arguments} & {*_SHOW, "--resolve"}:
             return _show(arguments)
         codes = [0]
-        for command in _commands(arguments):
+        for command in _commands(with_brought(arguments)):
             codes.append(_run(task, command))
             if codes[-1] > 128:  # a signal ends the whole sweep
                 return codes[-1]

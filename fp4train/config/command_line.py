@@ -26,6 +26,7 @@ from fp4train.config.schema import Config
 from fp4train.config.typed import typed
 from fp4train.config.unknown import why_absent
 from fp4train.errors import UserError, check_local, user_errors
+from fp4train.paths import ON_STORE, NamesPath
 from fp4train.text import near_miss
 
 L = TypeVar("L", bound="CommandLine")
@@ -261,7 +262,7 @@ def _value(word: str, text: str, hint: Any, key: str) -> Any:
     types = types_of(hint)
     if str in types or Path in types:
         if takes_path(hint):
-            check_local(text, key)
+            check_local(text, key, stores=mark_of(hint, NamesPath) == ON_STORE)
         return text if str in types else Path(text)
     bounds = mark_of(hint, Within)
     (override,) = overrides.parse([word])
