@@ -44,13 +44,15 @@ def integers(tensor: Tensor) -> Tensor:
 
 
 def difference(tensor: Tensor, expected: Tensor) -> Difference | None:
-    """The elements whose bits differ; None: all are equal. Other shapes or dtypes differ
-    everywhere.
+    """The elements whose bits differ, of which one is a number; None: there are none. Other shapes or
+    dtypes differ everywhere.
     """
     if tensor.shape != expected.shape or tensor.dtype != expected.dtype:
         where = torch.ones(tensor.shape, dtype=torch.bool)
     else:
         where = integers(tensor) != integers(expected)
+        if where.any() and tensor.is_floating_point():
+            where &= ~(tensor.float().isnan() & expected.float().isnan())
     return where_differing(where)
 
 

@@ -248,9 +248,10 @@ class GemmComparison:
         rows, exact, bound = products.bounds(
             *terms[0], bias, narrow, further=terms[1:], share=share, turn=self.turn
         )
-        # in the dtype of the layer small numbers are rounded to multiples of its smallest one
-        limits = torch.finfo(dtype)
-        bound = bound + limits.smallest_normal * limits.eps
+        # small numbers are rounded to multiples of the smallest one of a dtype
+        for rounded in (result.dtype, dtype):
+            limits = torch.finfo(rounded)
+            bound = bound + limits.smallest_normal * limits.eps
         if narrow.dtype is not dtype:  # it is rounded twice
             bound = bound + limits.eps * exact.abs()
         if earlier_sum is not None:

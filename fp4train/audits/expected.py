@@ -265,11 +265,14 @@ def _token_column(token: int) -> int:
 
 
 def _delayed(scaling: dict[str, Tensor], name: str, spec: QuantSpec, settings: Delayed) -> Tensor:
-    """The amax that a history gives in the coming step."""
+    """The amax that a history gives in the coming step; without it, the one used last."""
     history = scaling.get(f"history.{name}")
-    if history is None:
+    used = scaling.get(f"used.{name}")
+    if used is None:
         return torch.tensor(initial_delayed_amax(spec))
-    return delayed_amax(history[: settings.history], scaling[f"used.{name}"], settings)
+    if history is None:
+        return used
+    return delayed_amax(history[: settings.history], used, settings)
 
 
 def _held_amax(scaling: dict[str, Tensor], name: str, steps: int, number: int) -> Tensor | None:

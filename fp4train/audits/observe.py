@@ -30,8 +30,10 @@ from fp4train.nn.executors.terms import TermGemms
 from fp4train.nn.executors.whole_layer import BackendLayer, TorchLayer
 from fp4train.nn.gathered import Gathered
 from fp4train.nn.planned import PlannedLayer
+from fp4train.nn.scaling import DelayedScaling
 from fp4train.precision.context import backward_pass
 from fp4train.precision.layer_plan import LayerPlan
+from fp4train.quantize import RunStep
 from fp4train.shards import is_sharded
 
 ADDED_TERMS: Final = "its sum is added to that of other calls"
@@ -98,9 +100,13 @@ class Observer(CallRecorder):
         self._counted: list[LayerCall] = []
         self._channels: list[tuple[LayerCall, Tensor]] = []
         self._scaling: dict[str, Tensor] = {}
+        self._entered: dict[str, RunStep | None] = {}
         with self.guarding():
             for name, tensor in layer.scaling_state().items():
                 self._scaling[name] = kept(tensor)
+            histories = layer.states.get(DelayedScaling.kind)
+            if isinstance(histories, DelayedScaling):
+                self._entered = histories.entered()
 
     def __call__(self, executor: Executor) -> Executor:
         """The observed copy of `executor`; itself where it cannot be observed."""
@@ -215,7 +221,7 @@ class Observer(CallRecorder):
             w=None if isinstance(w, Gathered) else kept(w),
             bias=kept_or_none(bias),
             place=place,
-            scaling=self._scaling,
+            scaling=self._scaling_of(call),
             fused=self._fused(executor.plan, member),
             channels=self._channels_of(call),
             first_feature=_first_feature(executor),
@@ -225,6 +231,19 @@ class Observer(CallRecorder):
         self._kept.append((executor, call, record))
         self.records.append(record)
         return record
+
+    def _scaling_of(self, call: LayerCall | None) -> dict[str, Tensor]:
+        """The layer's scaling before a call; no history into which an amax of its step has entered: the
+        call takes the amax used last.
+        """
+        if call is None:
+            return self._scaling
+        step = call.position.step
+        return {
+            name: tensor
+            for name, tensor in self._scaling.items()
+            if self._entered.get(name, self) != step
+        }
 
     def _channels_of(self, call: LayerCall | None) -> Tensor | None:
         for part_call, channels in self._channels:

@@ -115,6 +115,9 @@ def bounds(
     sums = (columns + 8) * _SUM if share is None else share
     smallest = torch.finfo(result.dtype).smallest_normal
     bound = _RELATIVE[result.dtype] * product.abs() + sums * magnitude + smallest
+    # a CPU takes smaller numbers than normal ones for zeros
+    flushed = a.abs().sum(1, keepdim=True) + b.abs().sum(1)
+    bound = bound + torch.finfo(torch.float32).tiny * flushed
     if bias is not None:
         # the bias is rounded to the dtype of the result before it is added
         bound = bound + _RELATIVE[result.dtype] * bias.double().abs()

@@ -450,9 +450,12 @@ class PlannedLayer(nn.Module):
             state_dict, prefix, local_metadata, strict, missing_keys, *problems
         )
         if stored is not None:
-            tensors = safetensors.torch.load(stored.cpu().numpy().tobytes())
             device = self.own_weights[0].device
-            self.load_scaling_state({name: part.to(device) for name, part in tensors.items()})
+            try:
+                tensors = safetensors.torch.load(stored.cpu().numpy().tobytes())
+                self.load_scaling_state({name: part.to(device) for name, part in tensors.items()})
+            except (safetensors.SafetensorError, ValueError) as error:
+                problems[-1].append(f"{key} is damaged: {error}")
         elif strict and self._applied is None and self.scaling_state():
             missing_keys.append(key)
 

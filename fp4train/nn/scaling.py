@@ -205,6 +205,10 @@ class DelayedScaling(LayerState):
             f"used.{name}": history.used for name, history in self._histories.items()
         }
 
+    def entered(self) -> dict[str, RunStep | None]:
+        """Name of a history in `state` → the step in which an amax entered last."""
+        return {f"history.{name}": history.step for name, history in self._histories.items()}
+
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Restore the result of `state`; no amax of the coming step has entered yet."""
         histories = self._histories

@@ -164,6 +164,34 @@ def test_a_pass_without_gradients_takes_the_place_of_none_that_learns() -> None:
     assert not report.faults and not report.uncovered, str(report)
 
 
+@pytest.mark.parametrize("value", [torch.nan, -torch.inf])
+def test_what_is_no_number_is_no_fault_whatever_its_bits(value: float) -> None:
+    x = batch()
+    x[3, 5] = value
+    layers = model()
+    with f4.audit(layers) as report:
+        passes(layers, x, NVFP4())
+    assert not report.faults, str(report)
+
+
+def test_an_audit_between_two_microbatches_takes_the_amax_of_their_step() -> None:
+    layers = model()
+    for part in range(2):
+        with f4.audit(layers) as report:
+            passes(layers, batch(part=part), recipes.FP8Delayed())
+        assert not report.faults, str(report)
+
+
+@pytest.mark.parametrize(("dtype", "scale"), [(torch.float16, 1.0), (torch.float32, 5e-35)])
+def test_gradients_near_the_smallest_number_of_a_dtype_are_no_fault(
+    dtype: torch.dtype, scale: float
+) -> None:
+    layers = model().to(dtype)
+    with f4.audit(layers) as report, f4.autocast(recipes.BF16()):
+        (layers(batch().to(dtype)).float().square().mean() * scale).backward()
+    assert not report.faults, str(report)
+
+
 def test_recomputed_layers_are_audited() -> None:
     layers = model()
     x = batch().requires_grad_()

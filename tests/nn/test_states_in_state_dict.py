@@ -99,6 +99,15 @@ def test_a_strict_load_of_weights_alone_into_a_model_with_histories_says_what_is
     assert model.load_state_dict(weights, strict=False).unexpected_keys == []
 
 
+def test_a_damaged_state_is_named_with_its_layer() -> None:
+    model = converted()
+    train(model, FP8Delayed(), range(2))
+    state = model.state_dict()
+    state["2._extra_state"] = state["2._extra_state"][:-3]
+    with pytest.raises(RuntimeError, match=r"2\._extra_state is damaged: "):
+        model.load_state_dict(state)
+
+
 def test_no_other_recipe_adds_a_key_nor_does_an_attached_precision() -> None:
     model = converted()
     names = set(model.state_dict())

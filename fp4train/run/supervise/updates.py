@@ -156,10 +156,13 @@ class UpdateAudit:
     def _updated_otherwise(self, name: str, step: Step) -> Iterator[tuple[str, Tensor]]:
         """(weight or moment, where it is not that of the repeated update)."""
         optim: Any = self.run.config.optim
+        groups = self.run.optimizer.param_groups
         after = self._after[name]
         before = {entry: torch.zeros_like(tensor) for entry, tensor in after.items()}
         before |= self._before[name]
         parameter = self._parameters[name]
+        if any(parameter is p for group in groups if "ns_steps" in group for p in group["params"]):
+            before.pop("exp_avg", None)  # Muon's: it stays behind where AdamW was the optimizer
         spared = parameter.dim() < 2 or parameter in elementwise(self.run.model)
         decay = 0.0 if spared else optim.weight_decay
         rate = float(step.values["train/lr"])

@@ -232,6 +232,13 @@ def test_updates_of_every_optimizer_and_a_resume_have_no_fault(cli: Cli, name: s
     assert events("runs/a", "audit fault") == events("runs/a", "audit failed") == []
 
 
+@pytest.mark.long
+def test_moments_that_another_optimizer_left_behind_are_no_fault(cli: Cli) -> None:
+    cli.trained("run.name=a", *STEADY, "train.steps=3", *AUDITED)
+    assert cli("resume=runs/a", "optim=muon", "train.steps=5").code == 0
+    assert events("runs/a", "audit fault") == events("runs/a", "audit failed") == []
+
+
 @pytest.mark.parametrize(
     "fault",
     long_but(("no weight decay", "gradients times 1.5", "a weight never updated"), UPDATE_FAULTS),
