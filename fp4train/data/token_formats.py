@@ -98,7 +98,7 @@ def open_tokens(path: Path, dtype: str | None, vocab_size: int, key: str) -> IdF
     unsaid = dtype or ("uint16" if vocab_size <= 1 << 16 else "uint32")
     file.dtype = layout.dtype or np.dtype(unsaid).newbyteorder("<")
     if file.untyped and dtype is None:
-        _check_width(file)
+        _check_width(file, vocab_size)
     file.offset = layout.offset
     ids, remainder = divmod(size - layout.offset, file.dtype.itemsize)
     file.count = ids if layout.count is None else layout.count
@@ -245,9 +245,10 @@ def _refuse_others(path: Path, head: bytes, tail: bytes, size: int, dtype: str |
         )
 
 
-def _check_width(file: IdFile) -> None:
+def _check_width(file: IdFile, vocab_size: int) -> None:
     """Refuse ids that are halves of wider ones: in all of a small file, and in 64 pieces of a larger
-    one, every second one is far smaller than the others.
+    one, every second one is far smaller than the others. Those outside of the vocabulary, which are
+    refused as such, tell nothing.
     """
     size = file.count
     starts = range(0, size, max(HEAD, size // 64 // 8 * 8))
@@ -256,14 +257,17 @@ def _check_width(file: IdFile) -> None:
     if len(ids) < 3 * 64:
         return
     name = file.dtype.name
-    halves = ids[0::2], ids[1::2]
+    wider = "uint32 or " if file.dtype.itemsize == 2 else ""
+    halves = [half[half < vocab_size] for half in (ids[0::2], ids[1::2])]
+    if not all(map(len, halves)):
+        return
     for share in (1.0, 0.9):  # of which the second leaves out marks, as -100 is one
         least, most = sorted(int(np.quantile(half, share, method="lower")) for half in halves)
         if most == 0 or least > (most // _FAR if len(ids) >= _MANY else 0):
             continue
         raise DataError(
             f"{file.path}: every second {name} is at most {least}, as halves of wider ids are: give "
-            f"their type, data.dtype=uint32 or int64, or data.dtype={name} if that is right"
+            f"their type, data.dtype={wider}int64, or data.dtype={name} if that is right"
         )
     if file.dtype.itemsize == 2 and _are_bytes(head):
         raise DataError(

@@ -285,7 +285,7 @@ def test_raw_ids_of_a_large_vocabulary_have_four_bytes(tmp_path: Path) -> None:
     [
         ("<u4", 65_536, "every second uint16 is at most 1, "),
         ("<i8", 65_536, "every second uint16 is at most 1, "),
-        ("<i8", 100_278, "every second uint32 is at most 0, "),
+        ("<i8", 100_278, "every second uint32 is at most 0, .* data.dtype=int64, "),
         (">u4", 65_536, "every second uint16 is at most 256, "),
         (">i8", 100_278, "every second uint32 is at most 0, "),
     ],
@@ -308,6 +308,17 @@ def test_halves_of_wider_ids_are_seen_behind_marks(tmp_path: Path) -> None:
         ids.tofile(tmp_path / "train.bin")
         with pytest.raises(DataError, match="as halves of wider ids are"):
             build(tmp_path / "train.bin", vocab_size=65_536)
+
+
+@pytest.mark.parametrize(("dtype", "vocab_size"), [("<u2", 501), ("<u4", 70_000)])
+def test_one_id_outside_of_the_vocabulary_makes_no_halves_of_the_others(
+    tmp_path: Path, dtype: str, vocab_size: int
+) -> None:
+    ids = np.tile(IDS, 2)
+    ids[100] = most = np.iinfo(dtype).max
+    ids.astype(dtype).tofile(tmp_path / "train.bin")
+    with pytest.raises(DataError, match=rf"token id {most}, but the vocabulary has"):
+        build(tmp_path / "train.bin", vocab_size=vocab_size)
 
 
 def test_few_ids_one_of_which_is_large_are_of_their_width(tmp_path: Path) -> None:
