@@ -130,7 +130,7 @@ class Mixture:
         for name, source in sources.items():
             if isinstance(source, Mixture):
                 raise ValueError(f"data.parts.{name}.source is a mixture: name its parts here")
-            if getattr(source, "tokenizer", Bytes()) not in (Bytes(), self.tokenizer):
+            if getattr(source, "tokenizer", None) not in (None, Bytes(), self.tokenizer):
                 raise ValueError(
                     f"data.parts.{name}.source.tokenizer: the parts of a mixture share one "
                     "tokenizer, data.tokenizer; leave it out"

@@ -20,7 +20,15 @@ from fp4train.data.huggingface import saved_files
 from fp4train.data.stored import RemoteIds, StoredIds, StoreFile, TokenIds, WatchedFile
 from fp4train.data.token_formats import DTYPES, open_tokens
 from fp4train.data.token_tables import SUFFIXES as TABLES, hold_tables, table_entry
-from fp4train.data.tokens import Borders, TokenData, check_val, hold_out, token_data
+from fp4train.data.tokens import (
+    Borders,
+    TokenData,
+    TokenizerConfig,
+    check_tokenizer,
+    check_val,
+    hold_out,
+    token_data,
+)
 from fp4train.errors import DataError
 from fp4train.paths import CacheFolder, DataPaths
 
@@ -38,6 +46,7 @@ class Tokens:
         end_id: the id that ends a document.
         begin_id: the id that begins a document.
         column: column of Parquet and Arrow files that holds the ids.
+        tokenizer: that which wrote the ids, for text from the model; None: it is not known.
         cache_dir: folder in which the ids of such files are kept.
     """
 
@@ -48,11 +57,14 @@ class Tokens:
     end_id: int | None = None
     begin_id: int | None = None
     column: str = "input_ids"
+    tokenizer: TokenizerConfig | None = None
     val: float = 0.01
     cache_dir: CacheFolder = "~/.cache/fp4train"
 
     def __post_init__(self) -> None:
         check_val(self.val)
+        if self.tokenizer is not None:
+            check_tokenizer(self.tokenizer)
         if self.vocab_size < 1:
             raise ValueError(f"data.vocab_size={self.vocab_size}: allowed are whole numbers from 1")
         if self.dtype is not None and self.dtype not in DTYPES:

@@ -166,6 +166,24 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         ]
 
 
+def task_manager(names: Sequence[str]) -> TaskManager:
+    """What knows tasks of these names.
+
+    Raises:
+        UserError: there is no such task.
+    """
+    files = [name for name in names if name.endswith((".yaml", ".yml"))]
+    if missing := [name for name in files if not Path(name).is_file()]:
+        raise UserError(f"task={missing[0]} does not exist")
+    manager = TaskManager(include_defaults=len(files) < len(names))
+    for name in names:
+        if name not in files and name not in manager.all_tasks:
+            raise UserError(
+                f"task={name}: lm_eval has no such task{near_miss(name, manager.all_tasks)}"
+            )
+    return manager
+
+
 def tasks(
     trained: TrainedModel,
     recipes: Sequence[NamedRecipe],
@@ -188,15 +206,7 @@ def tasks(
         UserError: there is no such task, or its data cannot be had.
     """
     trained.text_tokenizer()
-    files = [name for name in names if name.endswith((".yaml", ".yml"))]
-    if missing := [name for name in files if not Path(name).is_file()]:
-        raise UserError(f"task={missing[0]} does not exist")
-    manager = TaskManager(include_defaults=len(files) < len(names))
-    for name in names:
-        if name not in files and name not in manager.all_tasks:
-            raise UserError(
-                f"task={name}: lm_eval has no such task{near_miss(name, manager.all_tasks)}"
-            )
+    manager = task_manager(names)
     for named in recipes:
         model = HarnessModel(trained, named, rows, Dialogue.of(trained) if chat else None)
         try:

@@ -23,6 +23,7 @@ from fp4train.config.composition import compose
 from fp4train.config.from_folder import with_folder
 from fp4train.config.overrides import quoted
 from fp4train.data.source import planned_vocab_size
+from fp4train.data.token_file import Tokens
 from fp4train.data.tokens import Tokenizer, borders_of
 from fp4train.errors import UserError, user_errors
 from fp4train.precision import GEMMS, LayerPolicy, Recipe
@@ -214,7 +215,7 @@ def load_trained(
     check_belongs(stored, source, mend=False)
     tokenizer = own_tokenizer(config, source, lambda lost: check_paths(cfg, paths))
     device = choose_device(config.device)
-    if tokenizer is None:
+    if tokenizer is None or isinstance(config.data, Tokens):
         vocab_size = planned_vocab_size(config.data)
     else:
         vocab_size = tokenizer.vocab_size

@@ -4,9 +4,10 @@ import json
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-from command_line import Outcome, reseal
+from command_line import Cli, Outcome, reseal
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
@@ -147,3 +148,21 @@ def test_weights_that_are_not_finite_are_refused(sample, small_run: Path, tmp_pa
         lambda state: None,
     )
     assert "norm.weight is not finite" in sample("prompt=a", run=broken).message
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", pytest.param("bpe", marks=pytest.mark.long)])
+def test_a_branch_on_token_files_writes_with_the_tokenizer_of_its_run(
+    cli: Cli, tokenizer: str
+) -> None:
+    words = (f"data/tokenizer={tokenizer}", "data.tokenizer.vocab_size=300")
+    cli.trained("run.name=a", "train.steps=1", *(words if tokenizer == "bpe" else ()))
+    size = load_trained(Path("runs/a")).vocab_size
+    (np.arange(4000) % size).astype(np.uint16).tofile("ids.bin")
+    ids = ("data=tokens", "data.path=ids.bin", f"data.vocab_size={size}")
+    assert cli("resume=runs/a", "run.name=b", "train.steps=2", *ids).code == 0
+    written = cli.raw("sample", "runs/b", "prompt=the quick", "tokens=3")
+    assert written.code == 0 and written.out.startswith("the quick")
+    assert cli.raw("export", "runs/b", "to=hf", "out=model").code == 0
+    assert cli("run.name=c", "train.steps=1", *ids).code == 0
+    said = cli.raw("sample", "runs/c", "prompt=a").message
+    assert said == "runs/c was trained on token files without a tokenizer: text cannot be encoded"

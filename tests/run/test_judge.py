@@ -27,7 +27,7 @@ def test_a_command_sees_each_checkpoint_and_its_failure_ends_no_run(
     assert set(printed) <= {"step_2.log", "step_4.log"}
     assert "step 4 is not judged" not in ended.err
     if "step_2.log" in printed:  # the last one may be written before it is looked for
-        assert "step 2 is not judged: it ended with 1; see" in ended.err
+        assert "step 2 is not judged: it ended with 1 (judged runs/a@2); see" in ended.err
     cli.trained("run.name=b", *SHORT[1:], *words)
     assert losses("runs/a") == losses("runs/b")
 
@@ -36,7 +36,7 @@ def test_a_failure_is_told_with_the_file_that_has_its_reason(cli: Cli) -> None:
     ended = cli(*SHORT, "train.steps=1", "eval.command='echo why >&2; exit 3'")
     log = "runs/a/judged/step_1.log"
     assert ended.code == 0
-    assert f"step 1 is not judged: it ended with 3; see {log}" in ended.err
+    assert f"step 1 is not judged: it ended with 3 (why); see {log}" in ended.err
     assert Path(log).read_text() == "why\n"
 
 
@@ -83,6 +83,30 @@ def test_a_run_that_ends_early_ends_the_command(cli: Cli) -> None:
     ended = cli(*hook, *SHORT, *words)
     sys.modules.pop("judgelab")
     assert ended.code == 1 and "judgelab.Ends raised AssertionError" in ended.message
+
+
+@pytest.mark.long
+def test_what_judges_a_run_ends_where_the_run_is_killed(cli: Cli) -> None:
+    command = "eval.command='(echo $$ >judge; exec sleep 600); true'"
+    with cli.start(*SHORT, "train.steps=1", command) as run:
+        while not Path("judge").exists() or not Path("judge").read_text():
+            time.sleep(0.05)
+        run.kill()
+        run.communicate()
+    status = Path("/proc", Path("judge").read_text().strip(), "stat")
+    for _ in range(100):
+        if not status.exists() or status.read_text().split()[2] == "Z":
+            return
+        time.sleep(0.1)
+    raise AssertionError("it runs on")
+
+
+@pytest.mark.long
+def test_a_wrong_name_of_a_task_is_told_when_the_run_begins(cli: Cli) -> None:
+    ended = cli(*SHORT, "train.steps=1", "checkpoint.every=0", "eval.tasks=[none.yaml]")
+    first = ended.err.index("eval.tasks is not judged: it ended with 1 (")
+    assert "task=none.yaml does not exist); see runs/a/judged/eval.tasks.log" in ended.err[first:]
+    assert first < ended.err.index("step 1 is not judged")
 
 
 @pytest.mark.long
