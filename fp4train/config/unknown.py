@@ -15,10 +15,6 @@ _ABSENT = {
     "parallel.amax": "it went: the largest magnitude of a tensor is that of all ranks that share "
     "it, as with parallel.amax=tp; for codes that do not depend on how a batch is cut, take "
     "microbatches of one size (train.microbatch) on any number of ranks",
-    "parallel.ep": "expert parallelism sends tokens to ranks that hold some of the experts, and "
-    "here each data rank multiplies its own tokens with all experts; parallel.tp gives each rank "
-    "some experts with all of their tokens, and parallel.dp_shard cuts the experts' weights over "
-    "ranks, and sends them as codes",
     "parallel.norm": "the gradient norm is summed in float64 on any number of ranks, and there is "
     "nothing to choose",
     "plan parallel": "a mesh is named by its sizes, parallel.dp_replicate, parallel.dp_shard, parallel.tp "

@@ -136,7 +136,7 @@ class Experts(PlannedLayer):
         self.experts = self.w_ENK.shape[0]
         self._member_tokens = [TokenCount() for _ in self.members]
         layer = replace(self.layer, experts=self.experts, cut=own.cut, parts=own.tensor.size)
-        self.rename(layer, self.backend)
+        self.rename(replace(layer, sources=own.sources), self.backend)
 
     # -- the call ----------------------------------------------------------------------------------
 

@@ -48,6 +48,7 @@ class LayerShard:
             `sequence` alone.
         first: index of this rank's first out feature ("out"), expert ("experts") or in feature
             (else).
+        sources: ranks of `tensor` whose own microbatches the experts multiply, each apart.
         runs: ranges of this rank's out features in the whole layer's, (first, number) each; none:
             they follow `first`.
     """
@@ -57,6 +58,7 @@ class LayerShard:
     sequence: bool = False
     rounds_sums: bool = False
     first: int = 0
+    sources: int = 1
     runs: Runs = ()
 
     def __post_init__(self) -> None:

@@ -167,6 +167,23 @@ class _Sum(Function):
         return (ctx.ranks.gather_rows(dy) if ctx.rows else dy).to(ctx.dtype), None, None, None
 
 
+class _Exchanged(Function):
+    """`Ranks.exchange`; backward sends the gradients back."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, ranks: Ranks, sent: Sequence[int], received: Sequence[int]
+    ) -> Tensor:
+        ctx.back = ranks, received, sent
+        return ranks.exchange(x, sent, received)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
+        ranks, sent, received = ctx.back
+        return ranks.exchange(dy, sent, received), None, None, None
+
+
 class _SummedGradient(Function):
     """A parameter that all ranks have whole, each using it for its own tokens: the gradient is
     their sum.
@@ -198,6 +215,12 @@ def summed_over(x_MD: Tensor, ranks: Ranks, *, rows: bool, dtype: torch.dtype) -
         rows: whether each rank takes its rows of the sum.
     """
     result: Tensor = _Sum.apply(x_MD, ranks, rows, dtype)  # type: ignore[no-untyped-call]
+    return result
+
+
+def exchanged(x: Tensor, ranks: Ranks, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+    """See `Ranks.exchange`; differentiable."""
+    result: Tensor = _Exchanged.apply(x, ranks, sent, received)  # type: ignore[no-untyped-call]
     return result
 
 

@@ -33,6 +33,8 @@ class Mesh:
         tensor: ranks that share each layer; `sequence`: norms and the residual stream are split
             over them, too.
         context: ranks that share each sequence, and the weights of one replica.
+        expert: ranks of `shard` that share the experts: each has some of them whole, which the
+            other ranks of `shard` with the same ones share.
         pipeline: stages; `virtual`: parts of the model per stage (interleaved schedules).
         forward_first: stages run all forward passes of a step before the backward ones (GPipe), not
             as few as they can.
@@ -52,6 +54,7 @@ class Mesh:
     tensor: int = 1
     sequence: bool = True
     context: int = 1
+    expert: int = 1
     pipeline: int = 1
     virtual: int = 1
     forward_first: bool = False
@@ -69,6 +72,7 @@ class Mesh:
             "shard",
             "tensor",
             "context",
+            "expert",
             "pipeline",
             "virtual",
             "microbatches",
@@ -98,6 +102,15 @@ class Mesh:
         """Ranks that share the weights, gradients and moments of one replica (FSDP)."""
         return self.shard if self.joined else self.shard * self.context
 
+    def holders(self, experts: int) -> int:
+        """Ranks that share the weights of a layer of one replica: of so many experts, or of none."""
+        return self.weight_ranks // (self.expert if experts else 1)
+
+    @property
+    def expert_holders(self) -> int:
+        """Ranks that share the weights of the same experts of one replica."""
+        return self.holders(self.expert)
+
     @property
     def bubble(self) -> float:
         """Share of a step in which a stage waits: (p−1) / (v·m + p−1) (arXiv:2104.04473)."""
@@ -125,7 +138,8 @@ class Mesh:
         axes = [
             f"{getattr(self, key)} {names.get(key, key)}" for key in order if getattr(self, key) > 1
         ]
-        return " × ".join(axes) or "1 rank"
+        experts = f", {self.expert} of which share experts" if self.expert > 1 else ""
+        return (" × ".join(axes) or "1 rank") + experts
 
 
 ONE = Mesh()
@@ -157,6 +171,10 @@ class Parallel:
         cp: ranks that each have a chunk of every sequence (context parallelism, arXiv:2407.21783,
             section 3.3.2): attention gathers the keys and values of the chunks before. They share
             the weights as ranks of dp_shard do.
+        ep: ranks of dp_shard, which it divides, that share the experts of every layer (expert
+            parallelism, arXiv:2006.16668): tokens are sent to the rank that has their experts, and
+            back. Each rank's are a group of their own there, so the bits are those of microbatches.
+            Not with tp and cp.
         gather: form in which ranks of dp_shard send each other the weights of the blocks' layers.
             "recipe": codes and scales where the layer's recipe quantises the weight, else values in
             the recipe's dtype, in every bit as on one rank; BF16, which changes digits, where a
@@ -180,19 +198,20 @@ class Parallel:
     tp: int = 1
     sp: bool = True
     cp: int = 1
+    ep: int = 1
     gather: str = "recipe"
     reduce: str = "float32"
     tp_reduce: str = "float32"
     timeout: float = 1800.0
 
     def __post_init__(self) -> None:
-        check_least(self, "parallel.", "dp_replicate", "pp", "tp", "cp")
+        check_least(self, "parallel.", "dp_replicate", "pp", "tp", "cp", "ep")
         if self.dp_shard < 1 and self.dp_shard != REST:
             raise ValueError(
                 f"parallel.dp_shard={self.dp_shard} must be at least 1, or -1 for all ranks "
                 "that are left"
             )
-        for name in ("dp_replicate", "dp_shard", "pp", "pp_chunks", "tp", "cp"):
+        for name in ("dp_replicate", "dp_shard", "pp", "pp_chunks", "tp", "cp", "ep"):
             if getattr(self, name) > MOST_RANKS:
                 raise ValueError(f"parallel.{name}={getattr(self, name)} is more than {MOST_RANKS}")
         if self.pp_schedule in _SPLIT:
@@ -219,6 +238,12 @@ class Parallel:
             raise ValueError(
                 "parallel.tp_reduce=bf16 needs parallel.sp=true, in which ranks send each other "
                 "their terms of a sum; without it use parallel.tp_reduce=float32"
+            )
+        if self.ep > 1 and self.tp * self.cp > 1:
+            raise ValueError(
+                f"parallel.ep={self.ep} with parallel.tp={self.tp} and parallel.cp={self.cp}: experts "
+                "are shared by ranks with whole layers and sequences: use parallel.tp=1 and "
+                "parallel.cp=1, or parallel.ep=1"
             )
         if not 1 <= self.timeout <= 1e6:
             raise ValueError(
@@ -272,12 +297,20 @@ class Parallel:
                 f"{_count(other_ranks * shards)}, and this run has {ranks}"
                 + (_START if ranks == 1 else ": parallel.dp_shard=-1 takes all that are left")
             )
+        if shards % self.ep:
+            fits = ", ".join(str(n) for n in range(1, shards + 1) if shards % n == 0)
+            raise ValueError(
+                f"parallel.ep={self.ep} does not divide the {_count(shards)} of parallel.dp_shard, "
+                f"which share the experts; parallel.ep allowed: {fits}"
+                + (_START if ranks == 1 else "")
+            )
         return Mesh(
             replicate=self.dp_replicate,
             shard=shards,
             tensor=self.tp,
             sequence=self.sp,
             context=self.cp,
+            expert=self.ep,
             pipeline=self.pp,
             virtual=self.chunks,
             forward_first=self.pp > 1 and self.pp_schedule == "gpipe",

@@ -31,7 +31,8 @@ from fp4train.errors import user_errors
 from fp4train.nn.executors import join_states
 from fp4train.nn.planned import PlannedLayer
 from fp4train.parallel.config import Parallel
-from fp4train.parallel.gather import gather_weights
+from fp4train.parallel.experts import placement_of
+from fp4train.parallel.gather import gather_weights, parameter_groups
 from fp4train.parallel.tensor import cut_tensors
 from fp4train.parallel.world import World
 from fp4train.precision.layers import find_blocks
@@ -72,17 +73,21 @@ def distribute(
     # A mesh without shards is one of replicas: nothing is freed between forward and backward.
     several = world.mesh.weight_ranks > 1
     blocks = find_blocks(model)
+    place = placement_of(model, world)
     for block in blocks:
-        fully_shard(block, mesh=world.data_mesh, reshard_after_forward=several)
+        fully_shard(
+            block, mesh=world.data_mesh, reshard_after_forward=several, shard_placement_fn=place
+        )
         for layer in _layers(block):
-            layer.keeps_forms = not several
-    fully_shard(model, mesh=world.data_mesh, reshard_after_forward=False)
+            layer.keeps_forms = world.mesh.holders(layer.layer.experts) == 1
+    fully_shard(model, mesh=world.data_mesh, reshard_after_forward=False, shard_placement_fn=place)
     for unit in _units(model):
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)
         if several and reduce != "float32":
             scatter = OrderedReduceScatter(world.mesh.context, rounds=reduce == "bf16")
-            unit.set_custom_reduce_scatter(scatter)  # type: ignore[arg-type]
+            for group in parameter_groups(unit):
+                group._reduce_scatter_comm = scatter
     if several and gather != "fp32":
         # A model without blocks is the root, which stays whole between forward and backward.
         inner = [block for block in blocks if block is not model]

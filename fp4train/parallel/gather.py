@@ -16,7 +16,7 @@ norm and checkpoints see no tensor subclass.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +41,9 @@ from fp4train.precision.layer_plan import LayerPlan
 from fp4train.precision.settings import ConstantWeights
 from fp4train.quantize import Quantized
 from fp4train.quantize.sharded import joined
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
 
 
 class WeightGather(ReceivedWeight):
@@ -117,7 +120,7 @@ class WeightGather(ReceivedWeight):
         self.amaxes.shared = None
         if plan is None:
             return (MASTER,), (MASTER,)
-        way = wire_form(plan, self.ranks.size, self.mode)
+        way = wire_form(plan, self.ranks.size * plan.layer.sources, self.mode)
         self.rounds = way.rounds or self.mode == "bf16"
         if not self.rounds and keeps:
             self.amaxes.shared = plan.shared_spec
@@ -332,15 +335,20 @@ def gather_weights(model: nn.Module, blocks: Iterable[nn.Module], world: World, 
     assert world.data_mesh is not None
     group = world.data_mesh.get_group(SHARD)
     ranks = Ranks(group=group, rank=group.rank(), size=group.size())
+    of_experts = ranks
+    if world.expert_data is not None:
+        group = world.expert_data.get_group(SHARD)
+        of_experts = Ranks(group=group, rank=group.rank(), size=group.size())
     gathers = [
-        WeightGather(parameter._module_info.module, parameter, ranks, mode)
+        WeightGather(layer, parameter, holders, mode)
         for block in blocks
         for parameter in _parameters(block)
-        if isinstance(parameter._module_info.module, PlannedLayer)
-        and not parameter._module_info.module.transposed
+        if isinstance(layer := parameter._module_info.module, PlannedLayer)
+        and not layer.transposed
         and parameter._module_info.param_name == "weight"
         and not parameter._module_info.shared_modules
-        and parameter._orig_size[0] % ranks.size == 0
+        and (holders := of_experts if layer.layer.experts else ranks).size > 1
+        and parameter._orig_size[0] % holders.size == 0
     ]
     by_name = {gather.layer.layer.name: gather.amaxes for gather in gathers}
     for gather in gathers:
@@ -355,8 +363,12 @@ def _parameters(block: nn.Module) -> Iterator[Any]:
     from torch.distributed.fsdp import FSDPModule
 
     assert isinstance(block, FSDPModule)
-    state = block._get_fsdp_state()
+    for group in parameter_groups(block):
+        yield from group.fsdp_params
+
+
+def parameter_groups(unit: FSDPModule) -> list[Any]:
+    """FSDP's groups of the parameters of a unit: of each mesh that they lie on one."""
+    state = unit._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
-    for group in groups:
-        if group is not None:
-            yield from group.fsdp_params
+    return [group for group in groups if group is not None]

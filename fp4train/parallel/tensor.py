@@ -210,6 +210,11 @@ def _divided(model: nn.Module, cut: TensorCut) -> Iterator[_Divided]:
         yield _Divided(model.get_submodule(path), name, 0, parameter=attribute)
 
 
+def cut_parameters(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Make the module's parameters DTensors, of which each rank of `mesh` has some rows."""
+    _distribute(module, mesh, 0, {})
+
+
 def _distribute(
     module: nn.Module,
     mesh: DeviceMesh,

@@ -38,6 +38,7 @@ STAGES = "pp"
 REPLICATE = "dp_replicate"
 SHARD = "dp_shard"
 TENSOR = "tp"
+EXPERTS = "ep"
 """Names of the mesh's dimensions."""
 _BROKEN = (
     "gloo",
@@ -71,6 +72,8 @@ class World:
         tensor: the ranks that share every block's matrices; None: there are none.
         peers: group of the ranks that hold the same stages, or parts of them; None: all ranks.
         context: the ranks that share every sequence; None: there are none.
+        expert_grid: all ranks once more, those of one `SHARD` being the ones that hold the same
+            experts; None: every rank has all.
         pipeline: group of the ranks that hold the stages of one model, in their order; None without
             a pipeline.
         control: the group of all ranks for decisions.
@@ -88,6 +91,7 @@ class World:
     tensor: DeviceMesh | None = None
     peers: dist.ProcessGroup | None = None
     context: Ranks | None = None
+    expert_grid: DeviceMesh | None = None
     pipeline: dist.ProcessGroup | None = None
     control: dist.ProcessGroup | None = None
     meeting: Meeting | None = None
@@ -121,10 +125,12 @@ class World:
             grid = init_device_mesh(
                 device.type, sizes, mesh_dim_names=(STAGES, REPLICATE, SHARD, TENSOR)
             )
+            expert_grid = _expert_grid(device, mesh)
             # groups of a mesh have torch's own timeout: 10 minutes with NCCL, 30 with gloo; torch
             # has no public call that changes it
-            for group in grid.get_all_groups():
-                _set_pg_timeout(timeout, group)
+            for own_grid in filter(None, (grid, expert_grid)):
+                for group in own_grid.get_all_groups():
+                    _set_pg_timeout(timeout, group)
             cut_groups = _cut_groups(grid, mesh, timeout)
             if cuda:
                 control = dist.new_group(backend="gloo", timeout=timeout)
@@ -146,6 +152,7 @@ class World:
             device=device,
             mesh=mesh,
             data_mesh=grid[REPLICATE, SHARD],
+            expert_grid=expert_grid,
             control=control,
             meeting=meeting,
             timeout=parallel.timeout,
@@ -183,6 +190,16 @@ class World:
         return self.token_rank % self.mesh.context
 
     @property
+    def experts(self) -> DeviceMesh | None:
+        """The ranks that share the experts of every layer; None: there are none."""
+        return self.expert_grid and self.expert_grid[EXPERTS]
+
+    @property
+    def expert_data(self) -> DeviceMesh | None:
+        """`data_mesh` of the ranks that hold the same experts."""
+        return self.expert_grid and self.expert_grid[REPLICATE, SHARD]
+
+    @property
     def stage(self) -> int:
         """Index of this rank among those that the blocks of one model are cut over."""
         if self.pipeline is None:
@@ -203,6 +220,8 @@ class World:
         ):
             if ranks > 1:
                 cut = f"{ranks} {what}" + (f" × {cut}" if mesh.data > 1 else "")
+        if mesh.expert > 1:
+            cut += f", {mesh.expert} of which share experts"
         return f"{self.size} ranks ({cut})"
 
     # -- tensors -----------------------------------------------------------------------------------
@@ -410,6 +429,14 @@ class World:
 def is_broken(error: BaseException) -> bool:
     """Whether a collective failed because another rank has left it."""
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _BROKEN)
+
+
+def _expert_grid(device: torch.device, mesh: Mesh) -> DeviceMesh | None:
+    """See `World`; every rank must ask for it."""
+    if mesh.expert == 1:
+        return None
+    sizes = (mesh.pipeline, mesh.replicate, mesh.expert_holders, mesh.expert)
+    return init_device_mesh(device.type, sizes, mesh_dim_names=(STAGES, REPLICATE, SHARD, EXPERTS))
 
 
 def _cut_groups(grid: DeviceMesh, mesh: Mesh, timeout: timedelta) -> dict[str, Any]:

@@ -85,7 +85,7 @@ def wire_form(plan: LayerPlan, shards: int, gather: str) -> WireForm:
 
     Args:
         plan: the layer's plan; if tensor parallelism cuts it, of this rank's part of it.
-        shards: ranks that share the part's rows.
+        shards: ranks that share the part's rows; of experts that ranks share, with these ranks.
         gather: one of `GATHERS`, as it is effective.
     """
     if gather == "fp32":
@@ -95,6 +95,7 @@ def wire_form(plan: LayerPlan, shards: int, gather: str) -> WireForm:
         return WireForm()
     operands = plan.sources["fprop", "w"], plan.sources["dgrad", "w"]
     experts = plan.layer.experts
+    shards //= plan.layer.sources
     rows, remainder = divmod(experts or plan.layer.out_features, shards)
     if remainder:
         if experts:

@@ -88,6 +88,7 @@ class Layer:
             which a rank has some; None: it is whole. in_features, out_features and experts are
             those of the shard.
         parts: number of its shards.
+        sources: ranks whose own microbatches it multiplies, under expert parallelism.
         segments: out features of the shard in each of the weight's segments; none: they are one.
         experts: number of its weights, each of these sizes and for the tokens that are routed to
             it; 0: it has one weight, for all tokens.
@@ -106,6 +107,7 @@ class Layer:
     unconverted: str | None = field(default=None, repr=False, compare=False)
     cut: str | None = None
     parts: int = 1
+    sources: int = 1
     segments: tuple[int, ...] = ()
     experts: int = 0
     per_token: int = 1
@@ -136,7 +138,7 @@ class Layer:
 
     @property
     def group(self) -> int:
-        """The number of experts on all tensor-parallel ranks together."""
+        """The number of experts on all ranks together."""
         return self.experts * self.parts
 
     def rows(self, tokens: int) -> int:
@@ -144,7 +146,7 @@ class Layer:
         even share.
         """
         if self.experts:
-            return math.ceil(tokens * self.per_token / self.parts)
+            return math.ceil(tokens * self.per_token * self.sources / self.parts)
         return tokens
 
     @property
@@ -180,6 +182,12 @@ class Layer:
         else:
             shares = ()
         return replace(self, cut=cut, parts=parts, segments=shares, **sizes)
+
+    def shared(self, ranks: int) -> Layer:
+        """What one of so many expert-parallel ranks has of it: some of the experts of a group."""
+        if ranks == 1 or not self.experts:
+            return self
+        return replace(self.part("experts", ranks), sources=ranks)
 
 
 def find_blocks(model: nn.Module) -> list[nn.Module]:
@@ -230,7 +238,7 @@ def find_layers(model: nn.Module) -> dict[str, Layer]:
 
 def _cut_and_experts(module: nn.Module) -> dict[str, Any]:
     """The fields of a `Layer` that a planned layer alone knows: its cut, and its experts."""
-    declared_keys = ("cut", "parts", "segments", "experts", "per_token")
+    declared_keys = ("cut", "parts", "sources", "segments", "experts", "per_token")
     if getattr(module, "is_fp4train_layer", False):
         return {key: getattr(module.layer, key) for key in declared_keys}
     return {}

@@ -299,14 +299,16 @@ class Recipe:
         """Raises ValueError where no outlier channels can be chosen of `layer`: among the channels
         of a part of it.
         """
+        key = "tp" if layer.sources == 1 else "ep"
         if self.outliers is not None and self.quantised and layer.cut is not None:
             raise ValueError(
                 f"{self.name} has outlier channels, which are chosen among all input channels "
                 "of a layer, and "
-                f"parallel.tp cuts {layer.name}: use parallel.tp=1, or recipe.outliers=null"
+                f"parallel.{key} cuts {layer.name}: use parallel.{key}=1, or recipe.outliers=null"
             )
         if self.quantised:
-            self.terms.check_layer(self.name, layer.name, layer.cut)
+            whole = layer.cut is None or (layer.cut == "experts" and key == "tp")
+            self.terms.check_layer(self.name, layer.name, None if whole else key)
 
     @property
     def why_emulated(self) -> str | None:

@@ -112,7 +112,9 @@ def gathers(
         )
         return f"{start} in float32 (4 B per weight), because {reason}"
     layers_by_form: dict[str, list[tuple[LayerPlan, WireForm]]] = {}
-    inner = [plan for plan in layers if plan.layer.block is not None]
+    inner = [
+        plan for plan in layers if plan.layer.block is not None and plan.layer.sources < shards
+    ]
     for plan in inner:
         form = wire_form(plan, shards, sent)
         layers_by_form.setdefault(_sent(form, gather), []).append((plan, form))

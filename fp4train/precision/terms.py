@@ -179,14 +179,17 @@ class Terms:
                 f"{self.instead} there"
             )
 
-    def check_layer(self, recipe: str, layer: str, cut: str | None) -> None:
-        """ValueError where tensor parallelism cuts a layer, whose means and residuals are those of
-        all tokens and features.
+    def check_layer(self, recipe: str, layer: str, key: str | None) -> None:
+        """ValueError where ranks share the tokens or features of a layer, whose means and residuals
+        are those of all.
+
+        Args:
+            key: name in `parallel` of these ranks; None: there are none.
         """
-        if self and cut in ("in", "out"):
+        if self and key is not None:
             raise ValueError(
                 f"{recipe} has operands of two terms, made of all tokens and features of a layer, "
-                f"and parallel.tp cuts {layer}: use parallel.tp=1, or {self.instead}"
+                f"and parallel.{key} cuts {layer}: use parallel.{key}=1, or {self.instead}"
             )
 
     def words(self, dtype: str) -> list[str]:

@@ -28,6 +28,7 @@ from fp4train.nn.planned import PlannedLayer
 from fp4train.optim import check_built, keep_bounds
 from fp4train.parallel.agree import check_same
 from fp4train.parallel.config import ONE, Mesh
+from fp4train.parallel.experts import share_experts
 from fp4train.parallel.fsdp import distribute, share_tensors
 from fp4train.parallel.held import Inventory
 from fp4train.parallel.pipeline import Pipeline
@@ -208,6 +209,7 @@ def assemble(
         if world.size > 1:
             share_tensors(model, world, config.parallel)
             share_sequences(model, world)
+            share_experts(model, world)
         teacher = load_teacher(config, data, model, world)
         layers = find_layers(model)
         by_block, besides = multiplied(model, find_blocks(model), config.train.seq_len)

@@ -200,6 +200,11 @@ def test_parts_of_layers_are_priced_as_what_runs_them(capsys: pytest.CaptureFixt
             "whole blocks, and are not: a shard of 48 is not whole blocks of 32; use",
         ),
         (
+            ("parallel.ep=2", "model=moe_tiny", "model.experts.count=15"),
+            "parallel.ep=2: the ranks do not divide the 15 experts of a layer; parallel.ep allowed",
+        ),
+        (("parallel.ep=3", "parallel.dp_shard=4"), "parallel.ep allowed: 1, 2, 4"),
+        (
             ("parallel.dp_shard=2", "oscillation.every=10", "oscillation.watch=5"),
             "weights are watched whole",
         ),
@@ -227,6 +232,28 @@ def test_what_a_run_refuses_is_not_priced(
 ) -> None:
     assert run("plan", "gpu=H100", "model.kv_heads=2", *arguments) == 1
     assert said in capsys.readouterr().err
+
+
+def test_ranks_that_share_experts_hold_less_and_exchange_rows(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Of 256 tokens in BF16 with 2 experts each: 5 blocks, 4 times, 3 of 4 parts. Two ranks have the
+    same quarter of the experts, and sum half of its gradients each.
+    """
+    tiny = ("plan", "model=moe_tiny", "gpu=H100", "recipe=nvfp4", "model.layers=6", "model.dense=1")
+    tiny = (*tiny, "phases=none", "train.microbatch=1", "train.batch_size=8", "--json")
+    memory, sent = [], []
+    for ranks in (1, 4):
+        assert run(*tiny, "parallel.dp_shard=8", f"parallel.ep={ranks}") == 0
+        (cost,) = json.loads(capsys.readouterr().out)["stretches"]
+        memory.append(cost["memory_bytes"])
+        sent.append({flow["name"]: flow["sent"] for flow in cost["collectives"]})
+    assert sent[1]["exchanges of rows of experts"] == 5 * 4 * (256 * 2 * 128 * 2) * 3 / 4
+    experts = 5 * 16 * 3 * 128 * 96
+    assert sent[1]["gradient reduction of experts"] == 4 * experts / 4 / 2
+    assert sent[0]["gradient reduction"] - sent[1]["gradient reduction"] == 4 * experts * 7 / 8
+    assert memory[0]["weights, float32"] == memory[1]["weights, float32"]
+    assert memory[0]["unsharded weights"] > 2 * memory[1]["unsharded weights"]
 
 
 @pytest.mark.parametrize("key", ["tp", "pp"])

@@ -40,6 +40,7 @@ CLEAN = {
     "tensor, amaxes of earlier steps": (*CUT, "recipe=fp8_delayed"),
     "tensor, a scale of x for rows of both ranks": (*CUT, "recipe=mfu_localcta", *TWO_ROWS),
     "tensor, experts": tiny_run("moe", *CUT),
+    "experts": tiny_run("moe", "parallel.ep=2", "train.microbatch=1"),
     "stages": ("parallel.pp=2", "train.microbatch=2"),
     "shards, fused scales": ("parallel.dp_shard=2", FUSED),
     "bf16, fused scales": ("parallel.dp_shard=2", FUSED, "parallel.gather=bf16"),
@@ -63,6 +64,7 @@ SILENT_TOO = (
     "tensor, amaxes of earlier steps",
     "tensor, fused scales",
     "tensor, experts",
+    "experts",
     "stages",
     "shards, outlier channels",
 )

@@ -58,10 +58,25 @@ Ranks = Any
         ),
         (
             ["parallel.ep=2"],
-            "unknown key 'parallel.ep': expert parallelism sends tokens to ranks that hold "
-            "some of the experts, and "
-            "here each data rank multiplies its own tokens with all experts; parallel.tp "
-            "gives each rank some experts",
+            "parallel.ep=2: LlamaModel has no layers of experts; use parallel.ep=1",
+        ),
+        pytest.param(
+            ["parallel.ep=2", "parallel.dp_replicate=2"],
+            "parallel.ep=2 does not divide the 1 rank of parallel.dp_shard, which share the experts; "
+            "parallel.ep allowed: 1",
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
+            ["parallel.ep=2", "model=moe_tiny", "model.experts.count=3"],
+            "parallel.ep=2: the ranks do not divide the 3 experts of a layer; parallel.ep allowed: "
+            "1, 3",
+            marks=pytest.mark.long,
+        ),
+        (["parallel.ep=2", "parallel.tp=2"], "whole layers and sequences: use parallel.tp=1"),
+        pytest.param(
+            ["parallel.ep=2", "model=moe_tiny", "recipe=chon", "policy=all"],
+            "and parallel.ep cuts blocks.1.mlp.gate_up: use parallel.ep=1, or",
+            marks=pytest.mark.long,
         ),
         (["-m", "recipe=bf16,nvfp4"], "2 ranks train one together"),
     ],

@@ -96,7 +96,10 @@ HERE: dict[str, tuple[str, Callable[[], bool]]] = {
         "in attention, in the bits of one rank that passes the chunks",
         lambda: "cp" in vars(config_of().parallel),
     ),
-    "expert parallelism": ("no", lambda: "ep" not in vars(config_of().parallel)),
+    "expert parallelism": (
+        "in the bits of one rank that passes the microbatches; rows in BF16",
+        lambda: "ep" in vars(config_of().parallel),
+    ),
 }
 """What the table of the README says that this has, or lacks, and what shows it."""
 

@@ -81,7 +81,7 @@ def test_the_plan_of_a_mesh_is_made_and_fits(capsys: pytest.CaptureFixture[str])
         for words in commands("fp4train")
         if "plan" in words and "parallel." in " ".join(words)
     ]
-    assert len(plans) == 3, "two of docs/scale.md and one of the README"
+    assert len(plans) == 4, "three of docs/scale.md and one of the README"
     for words in plans:
         with pytest.raises(SystemExit) as ended:
             main(words[1:])

@@ -8,7 +8,7 @@ One stage and microbatch take the sum over its blocks of
 
 FSDP copies what it gathers into the weights and gradients into what it scatters, a read and a write
 of each. The gathers and scatters of weights hide behind the block that runs, those of embedding and
-head behind nothing; the collectives of tensor and context parallelism do not hide. The rank with
+head behind nothing; the collectives of tensor, context and expert parallelism do not hide. The rank with
 the last chunk of every sequence multiplies 2 − 1/n times as much in attention as n ranks on average.
 Gradients are reduced in the last microbatch only. A step is
 
@@ -19,18 +19,20 @@ than the GPU runs them.
 """
 
 from collections import defaultdict
+from dataclasses import replace
 from typing import NamedTuple
 
 from fp4train.hardware import Gpu
 from fp4train.lab.costs.blocks import BlockCost
-from fp4train.lab.costs.links import Collectives
+from fp4train.lab.costs.links import Collectives, Exchanges
 from fp4train.lab.costs.memory import USABLE, of_stream, rank_memory
 from fp4train.lab.costs.roofline import COPY
 from fp4train.lab.costs.rows import layer_costs
-from fp4train.lab.costs.weights import ModelWeight, on_rank, tensor_traffic
+from fp4train.lab.costs.weights import ModelWeight, exchanged_rows, on_rank, tensor_traffic
 from fp4train.lab.costs.workload import BlockCounts, Workload
 from fp4train.models.common.liger import MOVED
 from fp4train.parallel.config import Mesh
+from fp4train.precision.layer_plan import LayerPlan
 from fp4train.run.state.moments import Moments
 
 ATTENTION = 0.525
@@ -65,6 +67,9 @@ ENDS = 32 + 10 + 8
 """Bytes per element of the residual stream that embedding (float32 rows are read and rounded, their
 gradients added), the last norm and the loss move."""
 
+_ROWS = ("exchanges of rows of experts", "expert")
+"""Name and ranks of the exchanges of expert parallelism."""
+
 _KEYS = ("gathers of keys and values, scatters of their gradients", "context")
 """Name and ranks of the collectives of context parallelism."""
 
@@ -80,15 +85,28 @@ class BlockPass(NamedTuple):
         sent: bytes of each tensor that tensor-parallel ranks gather or scatter.
         keys: bytes of the keys and values, or of their gradients, that context-parallel ranks
             gather or scatter, each time.
+        rows: bytes of what expert-parallel ranks exchange: rows and their results, or their
+            gradients.
     """
 
     parts: Seconds
     sent: list[float]
     keys: list[float]
+    rows: list[float]
 
     @property
     def seconds(self) -> float:
         return sum(self.parts.values())
+
+
+def apart(plan: LayerPlan) -> LayerPlan:
+    """The plan of a layer that makes as many products as one does whose experts multiply the rows of
+    each rank by themselves: one per expert and rank.
+    """
+    layer = plan.layer
+    if layer.sources == 1:
+        return plan
+    return replace(plan, layer=replace(layer, experts=layer.group, cut=None, parts=1, sources=1))
 
 
 class ClusterCost:
@@ -144,9 +162,9 @@ class ClusterCost:
             if weight.plan is None:
                 continue
             passes = 1.0
-            if mesh.weight_ranks == 1 or weight.wire(mesh).coded:
+            if mesh.weight_ranks == weight.sources or weight.wire(mesh).coded:
                 passes = 1 / (mesh.weight_ranks * mesh.microbatches)
-            for row in layer_costs(weight.plan, self.gpu, tokens, passes):
+            for row in layer_costs(apart(weight.plan), self.gpu, tokens, passes):
                 seconds = forward if row.gemm_name == "fprop" else backward
                 seconds["GEMMs"] += row.gemm / self.gpu.sustained
                 seconds["quantising"] += row.quantise
@@ -161,6 +179,8 @@ class ClusterCost:
         rate = self.gpu.sustained * ranks
         tensor = Collectives("tensor gathers and scatters", "tensor", mesh, self.gpu)
         context = Collectives(*_KEYS, mesh, self.gpu)
+        exchanges = Exchanges(*_ROWS, mesh, self.gpu)
+        rows = exchanged_rows(block.weights, self.workload.tokens)
         keys = block.forward.keys / mesh.tensor
         if mesh.joined:
             gathers: tuple[list[float], ...] = ([], [])
@@ -187,7 +207,9 @@ class ClusterCost:
             parts["tensor collectives"] = sum(map(tensor.alone, sent))
             if mesh.context > 1:
                 parts["context collectives"] = sum(map(context.alone, gathered))
-            passes.append(BlockPass(parts, sent, gathered))
+            if rows:
+                parts["expert collectives"] = sum(map(exchanges.alone, rows))
+            passes.append(BlockPass(parts, sent, gathered, rows))
         forward, backward = passes
         backward.parts["recomputation"] = self.recomputed * forward.seconds
         return forward, backward
@@ -198,6 +220,7 @@ class ClusterCost:
         parts: Seconds = defaultdict(float, recomputation=0.0)  # the first line of tables
         tensor = Collectives("tensor gathers and scatters", "tensor", self.mesh, self.gpu)
         context = Collectives(*_KEYS, self.mesh, self.gpu)
+        exchanges = Exchanges(*_ROWS, self.mesh, self.gpu)
         for block, times in counts.items():
             forward, backward = self._passes[block]
             for name, value in (*forward.parts.items(), *backward.parts.items()):
@@ -206,41 +229,59 @@ class ClusterCost:
             tensor.add(times * m, backward.sent)
             context.add(times * m * (1 + self.recomputed), forward.keys)
             context.add(times * m, backward.keys)
-        moved, (gathers, scatters, reductions) = self._weights(number, counts)
+            exchanges.add(times * m * (1 + self.recomputed), forward.rows)
+            exchanges.add(times * m, backward.rows)
+        moved, gathers, reductions = self._weights(number, counts)
         parts["casts, copies of weights"] = moved / self._copy
-        parts["weight gathers"] = gathers.exposed
-        parts["gradient reduction"] = scatters.exposed + reductions.exposed
+        parts["weight gathers"] = sum(flow.exposed for flow in gathers)
+        parts["gradient reduction"] = sum(flow.exposed for flow in reductions)
         if number == self.mesh.pipeline - 1:
             self._add_ends(parts)
-        return parts, [gathers, scatters, reductions, tensor, context]
+        return parts, [*gathers, *reductions, tensor, context, exchanges]
 
-    def _weights(self, number: int, counts: BlockCounts) -> tuple[float, list[Collectives]]:
+    def _weights(
+        self, number: int, counts: BlockCounts
+    ) -> tuple[float, list[Collectives], list[Collectives]]:
         """(Bytes that a stage moves per step when it casts and copies weights and their gradients;
-        their collectives: gathers of weights, scatters and all-reduces of gradients).
+        gathers of weights; scatters and all-reduces of gradients).
 
         Weights outside the blocks are gathered before a forward pass and kept for its backward
         pass; their gradients are complete when nothing is left to hide behind.
         """
         mesh = self.mesh
         m = mesh.microbatches
-        gathers = Collectives("weight gathers", "weight_ranks", mesh, self.gpu)
-        scatters = Collectives("gradient reduction", "weight_ranks", mesh, self.gpu)
+        kinds = {1: ("", "weight_ranks"), mesh.expert: (" of experts", "expert_holders")}
+        if mesh.expert == 1:
+            kinds = {1: ("", "weight_ranks")}
+        flows = {
+            sources: tuple(
+                Collectives(f"{name}{of}", kind, mesh, self.gpu)
+                for name in ("weight gathers", "gradient reduction")
+            )
+            for sources, (of, kind) in kinds.items()
+        }
         reductions = Collectives("gradient all-reduce", "replicate", mesh, self.gpu)
         moved = 0.0
-        beside_nothing = BlockPass({}, [], [])
+        beside_nothing = BlockPass({}, [], [], [])
         units = [(block.weights, times, *self._passes[block]) for block, times in counts.items()]
         units.append((self.workload.outer(number, mesh), 1, beside_nothing, beside_nothing))
         for weights, times, forward, backward in units:
-            part = on_rank(weights, mesh, repeats=self.recomputed > 0)
-            scattered = mesh.reduce_bytes * part.elements
-            gathers.add(times * m, [part.forward], forward.seconds)
-            left = gathers.add(times * m, [part.backward], backward.seconds)
-            left = scatters.add(times, [scattered], left)
-            reductions.add(times, 2 * [4 * part.elements / mesh.weight_ranks], left)
-            moved += times * (CAST * part.elements + ROUNDING * part.rounded)
-            if mesh.weight_ranks > 1:
-                moved += 2 * times * (m * (part.forward + part.backward) + scattered)
-        return moved, [gathers, scatters, reductions]
+            hides, left = forward.seconds, backward.seconds
+            for sources, (gathers, scatters) in flows.items():
+                shared = [weight for weight in weights if weight.sources == sources]
+                if not shared:
+                    continue
+                part = on_rank(shared, mesh, repeats=self.recomputed > 0)
+                scattered = mesh.reduce_bytes * part.elements
+                hides = gathers.add(times * m, [part.forward], hides)
+                left = gathers.add(times * m, [part.backward], left)
+                left = scatters.add(times, [scattered], left)
+                reductions.add(times, 2 * [4 * part.held], left)
+                moved += times * (CAST * part.elements + ROUNDING * part.rounded)
+                if mesh.weight_ranks > 1:
+                    moved += 2 * times * (m * (part.forward + part.backward) + scattered)
+        gathered, scattered_to = zip(*flows.values(), strict=True)
+        return moved, [*gathered], [*scattered_to, reductions]
 
     def _add_ends(self, parts: Seconds) -> None:
         """Add the seconds of what lies outside the blocks."""

@@ -6,6 +6,8 @@ per GPU and direction.
     gather, scatter    (g−1)/g · bytes over NVLink; between n domains (n−1)/n · bytes over the
                        network, shared by the group's members in one domain, each with its own
                        adapter; the slower of the two
+    exchange           each rank sends its own bytes, an equal part to each rank: (m−1)/g of them
+                       over NVLink, m being the members in its domain, (g−m)/g over its adapter
     all-reduce         a scatter and a gather
     latency            LATENCY · log2(g)
 """
@@ -31,7 +33,9 @@ LATENCY = 5e-6
 _NEARER = {
     "tensor": (),
     "context": ("tensor",),
+    "expert": ("tensor",),
     "weight_ranks": ("tensor",),
+    "expert_holders": ("tensor", "expert"),
     "replicate": ("tensor", "context", "shard"),
     "pipeline": ("tensor", "context", "shard", "replicate"),
 }
@@ -87,3 +91,14 @@ class Collectives:
     def _share(self, size: float) -> float:
         """Bytes that a rank sends of a tensor of `size` bytes: all but its own part."""
         return (self.size - 1) / self.size * size
+
+
+class Exchanges(Collectives):
+    """Exchanges of tensors among the ranks of one kind."""
+
+    def alone(self, size: float) -> float:
+        """Seconds in which each rank sends its tensor of `size` bytes, in equal parts."""
+        part = size / self.size
+        within = (self.near - 1) * part / (self.gpu.nvlink * NVLINK_SHARE)
+        between = (self.size - self.near) * part / (self.gpu.network * NETWORK_SHARE)
+        return max(within, between) + LATENCY * math.log2(self.size)

@@ -47,7 +47,7 @@ class RankMemory:
         outer = on_rank(load.outer(stage, mesh), mesh)
         blocks = [(on_rank(block.weights, mesh), times) for block, times in counts.items()]
         unsharded = outer.elements + sum(times * block.elements for block, times in blocks)
-        self.parameters = unsharded / mesh.weight_ranks
+        self.parameters = outer.held + sum(times * block.held for block, times in blocks)
         """Elements of its shard."""
         parts = {title: size * self.parameters for title, size in load.states.items()}
         self.host = sum(parts.values())

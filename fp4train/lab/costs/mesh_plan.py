@@ -13,6 +13,7 @@ from fp4train.lab.costs.cluster import ClusterCost
 from fp4train.lab.costs.workload import Workload
 from fp4train.models.common.cut import tensor_cut
 from fp4train.parallel.config import Mesh
+from fp4train.parallel.experts import check_experts
 from fp4train.parallel.sequences import check_sequences
 from fp4train.parallel.stages import cut_of, tied_weights
 from fp4train.parallel.tensor import check_division, tensor_cut_of
@@ -56,7 +57,7 @@ class MeshPlan:
         """
         parallel = self.config.parallel
         train = self.config.train
-        gpus = self.gpus or parallel.others * max(1, parallel.dp_shard)
+        gpus = self.gpus or parallel.others * max(parallel.ep, parallel.dp_shard)
         with user_errors(ValueError, before=f"gpus={gpus}: "):
             mesh = parallel.mesh(gpus)
         gather = gather_mode(parallel.gather, fully_gathered=train.whole_weights is not None)
@@ -76,6 +77,7 @@ class MeshPlan:
             if mesh.pipeline > 1:
                 tied_weights(self.model, cut_of(self.model, self.config.parallel))
             check_sequences(self.model, mesh.context)
+            check_experts(self.model, mesh.expert)
             check_cut(self.config, mesh)
 
     def plan(self) -> Plan:
@@ -83,7 +85,7 @@ class MeshPlan:
         mesh = self.mesh
         cut = tensor_cut(self.model)
         layers = find_layers(self.model).items()
-        parts = {name: cut.part(layer, mesh.tensor) for name, layer in layers}
+        parts = {name: cut.part(layer, mesh.tensor).shared(mesh.expert) for name, layer in layers}
         device = Device.elsewhere(self.gpu)
         return build_plan(self.config, parts, self.timeline, device, mesh)
 

@@ -29,6 +29,7 @@ class WeightPart(NamedTuple):
 
     Args:
         elements: their number.
+        held: those of them that its shard has.
         forward, backward: bytes when shards gather them for fprop, and for backward: for dgrad,
             again for fprop if that is recomputed; what lies outside the blocks stays gathered.
         codes, rounded: bytes of codes, and of values in the recipe's dtype, that stay from step to
@@ -38,6 +39,7 @@ class WeightPart(NamedTuple):
     """
 
     elements: float = 0.0
+    held: float = 0.0
     forward: float = 0.0
     backward: float = 0.0
     codes: float = 0.0
@@ -72,6 +74,11 @@ class ModelWeight:
         """What it has in common with weights that cost the same."""
         return self.shape, self.plan and self.plan.products
 
+    @property
+    def sources(self) -> int:
+        """Ranks that share it as experts."""
+        return 1 if self.plan is None else self.plan.layer.sources
+
     def wire(self, mesh: Mesh) -> WireForm:
         """The form in which shards gather it; what lies outside the blocks, and norms, in
         float32.
@@ -84,14 +91,15 @@ class ModelWeight:
         """What a rank holds of it; `repeats`: backward runs fprop again."""
         columns = self.shape[-1]
         rows = self.count // columns
-        share = 1 / mesh.tensor if self.spec.cut.divides else 1.0
+        holders = mesh.weight_ranks // self.sources
+        share = (1 / mesh.tensor if self.spec.cut.divides else 1.0) / self.sources
         elements = share * self.count
         form = self.wire(mesh)
         forward = share * form.bytes(rows, columns, backward=False)
         backward = share * form.bytes(rows, columns, backward=True, repeats=repeats)
         if self.block is None:
             backward = 0.0
-        part = WeightPart(elements=elements, forward=forward, backward=backward)
+        part = WeightPart(elements, elements / holders, forward, backward)
         if self.plan is None:
             return part._replace(resident=4 * elements)
         operands = {self.plan.sources[gemm, "w"].shared for gemm in ("fprop", "dgrad")}
@@ -99,11 +107,11 @@ class ModelWeight:
         codes = share * sum(sizes)
         if sizes:
             read = 2 * codes / len(sizes)  # square blocks are read in both directions, as copies
-            kept = read if mesh.weight_ranks == 1 else form.coded * codes / mesh.weight_ranks
+            kept = read if holders == 1 else form.coded * codes / holders
             return part._replace(codes=kept, resident=read + (not form.coded) * forward)
         dtype = self.plan.table.torch_dtype
         read = elements * dtype.itemsize
-        rounded = (mesh.weight_ranks == 1 and dtype.itemsize < 4) * read
+        rounded = (holders == 1 and dtype.itemsize < 4) * read
         return part._replace(rounded=rounded, resident=read + (form.dtype != dtype) * forward)
 
 
@@ -180,6 +188,17 @@ def tensor_traffic(
     norms = sum(weight.spec.cut is Split.FEATURES for weight in weights)
     statistics = 2 * norms * [2 * stream / plan.layer.in_features for plan in readers[:1]]
     return forward + statistics, backward + statistics
+
+
+def exchanged_rows(weights: Sequence[ModelWeight], tokens: int) -> list[float]:
+    """Bytes that a rank sends to the experts of a block in a microbatch of `tokens`, and gets back,
+    in the recipe's dtype; backward their gradients. Nothing, where no ranks share experts.
+    """
+    for weight in weights:
+        if weight.plan is not None and weight.sources > 1:
+            layer, size = weight.plan.layer, weight.plan.table.torch_dtype.itemsize
+            return 2 * [float(layer.rows(tokens) * layer.in_features * size)]
+    return []
 
 
 def _sent(stream: float, plan: LayerPlan, tensor: str, *gemms: str) -> float:

@@ -26,12 +26,14 @@ the model returns is the cross-entropy alone.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fp4train.models.common.expert_ranks import ExpertRanks
 from fp4train.models.common.rotary import SwiGLU, gated_mlp_parameters
 from fp4train.models.common.router import DROPPED, Balance, ExpertShape, Router
 from fp4train.nn.call import Counts
@@ -93,8 +95,10 @@ class ExpertLayer(nn.Module):
 
     Tensor-parallel ranks have whole experts. Each routes all tokens, which gives the same on every
     rank, and multiplies those of its experts. The parts of y are summed in float32, and rounded
-    once.
+    once. Expert-parallel ranks send rows to each other (`exchange`).
     """
+
+    exchange: ExpertRanks | None = None
 
     def __init__(self, width: int, shape: ExpertShape, balance: Balance) -> None:
         super().__init__()
@@ -118,7 +122,11 @@ class ExpertLayer(nn.Module):
 
     def routed(self, x_BTD: Tensor, time: int) -> Tensor:
         """The weighted sum of each token's experts."""
-        shard = self.gate_up.layer_shard
+        shard, experts = self.gate_up.layer_shard, self.gate_up.experts
+        mlp: Callable[[Tensor, Counts | Tensor], Tensor] = self._mlp
+        if self.exchange is not None:
+            shard, experts = None, self.router.experts.count
+            mlp = partial(self.exchange, mlp)
         whole_BTD = x_BTD
         ranks = None if shard is None else shard.tensor
         if shard is not None and ranks is not None and shard.sequence:
@@ -131,10 +139,7 @@ class ExpertLayer(nn.Module):
         # In this order of the graph's nodes gradients of x are added up alike, however it is cut.
         x_MD = x_BTD.flatten(0, -2)
         whole_MD = whole_BTD.detach().flatten(0, 1)
-        experts = self.gate_up.experts
-        out_MD = by_expert(
-            x_MD, weights_MK, key, experts, self._mlp, shard=shard, whole_MD=whole_MD
-        )
+        out_MD = by_expert(x_MD, weights_MK, key, experts, mlp, shard=shard, whole_MD=whole_MD)
         if shard is None or ranks is None:
             return out_MD.to(x_BTD.dtype).view_as(x_BTD)
         return summed_over(out_MD, ranks, rows=shard.sequence, dtype=x_BTD.dtype).view_as(x_BTD)

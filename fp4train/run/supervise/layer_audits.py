@@ -99,7 +99,10 @@ class LayerAudits:
         if layer is not None and self._planned.takes_first(layer, step):
             return 0
         turns, place = divmod(step // self.every, len(self._turn(step)))
-        return (turns + place) % self._planned.microbatches
+        calls = (
+            self._planned.microbatches if layer is None else len(self._planned.begins(layer.layer))
+        )
+        return (turns + place) % calls
 
     def _turn(self, step: int) -> list[PlannedLayer]:
         """The layers in the order in which they are audited, under the plan of a step."""

@@ -17,6 +17,7 @@ from fp4train.audits.fault import Audited, Fault
 from fp4train.audits.observe import Observer
 from fp4train.nn.planned import PlannedLayer
 from fp4train.precision.gather import gather_mode, wire_form
+from fp4train.precision.layers import Layer
 from fp4train.quantize import Position, RunStep
 from fp4train.shards import is_sharded
 
@@ -38,6 +39,21 @@ class PlannedCalls:
     def microbatches(self) -> int:
         """Microbatches of a step on this rank."""
         return max(1, self.run.rank_rows // self.run.microbatch_rows)
+
+    def begins(self, layer: Layer) -> list[int]:
+        """The first tokens of what a layer multiplies in a step, in the order of its calls: of this
+        rank's microbatches, or of those of the ranks that share its experts.
+        """
+        run = self.run
+        first = run.world.data_rank // layer.sources * layer.sources
+        ranks = range(first, first + layer.sources) if layer.sources > 1 else [run.world.data_rank]
+        chunk = run.world.chunk * run.microbatch_tokens
+        return [
+            (rank * run.rank_rows + microbatch * run.microbatch_rows) * run.config.train.seq_len
+            + chunk
+            for microbatch in range(self.microbatches)
+            for rank in reversed(ranks)
+        ]
 
     def takes_first(self, layer: PlannedLayer, step: int) -> bool:
         """Whether only the first microbatch shows the amaxes of a layer: it measures those that are
@@ -108,7 +124,7 @@ class PlannedCalls:
         """
         run = self.run
         shards = run.world.mesh.weight_ranks
-        if shards == 1 or layer.transposed:
+        if shards == layer.layer.sources or layer.transposed:
             return weight
         mode = gather_mode(
             run.config.parallel.gather, fully_gathered=run.config.train.whole_weights is not None
@@ -138,13 +154,7 @@ class PlannedCalls:
         if record.position is None:
             return None
         run = self.run
-        length = run.config.train.seq_len
-        chunk = run.world.chunk * run.microbatch_tokens
-        begins = [
-            (run.world.data_rank * run.rank_rows + microbatch * run.microbatch_rows) * length
-            + chunk
-            for microbatch in range(self.microbatches)
-        ]
+        begins = self.begins(record.plan.layer)
         token = begins[observer.number]
         rests = bool(record.plan.layer.experts) or observer.calls < self.microbatches
         if rests and record.position.token in begins[observer.number :]:
