@@ -358,9 +358,17 @@ class Resume(Continued):
 
     def load(self, run: Run) -> None:
         super().load(run)
-        run.saver.saved = self.resume_step
-        run.saver.good = self.checkpoint.state.get(GOOD)  # type: ignore[assignment]
-        run.saver.named = self.checkpoint.state.get(NAMED)  # type: ignore[assignment]
+        saver = run.saver
+        state = self.checkpoint.state
+        doubt = self.checkpoint.doubt
+        saver.saved = self.resume_step
+        saver.resumed = 0 if doubt else self.resume_step
+        saver.good = state.get(GOOD)  # type: ignore[assignment]
+        if saver.good and saver.good not in checkpoint.steps(
+            run.directory / run_directory.CHECKPOINTS
+        ):
+            saver.good = saver.resumed or None  # it was pruned when this one was proven
+        saver.named = state.get(NAMED)  # type: ignore[assignment]
 
     def after_commit(self, run: Run) -> None:
         if self.config.resume_step is not None:
@@ -469,7 +477,7 @@ def abandon_later(run: Run, doubt: str | None, *, even_if_none: bool = False) ->
 
     Args:
         doubt: why that state may be useless; None: no reason is known.
-        even_if_none: the state is another than that of its checkpoint.
+        even_if_none: the state is another than that of its checkpoint, which a rewind has chosen.
 
     Raises:
         UserError: it could not be written.
@@ -483,7 +491,7 @@ def abandon_later(run: Run, doubt: str | None, *, even_if_none: bool = False) ->
         _log.warning(
             "steps %d–%d are abandoned; run.name=… would have kept them", run.step, newest - 1
         )
-    begun = run.saver.begin(proven=doubt is None, doubt=doubt)
+    begun = run.saver.begin(proven=even_if_none and not doubt, doubt=doubt)
     with run.world.same_outcome():
         if not run.world.lead:
             return

@@ -33,11 +33,14 @@ class Checkpoints(Protocol):
         saved: newest step that is written; None: none is.
         good: newest step whose state gave a loss within its past.
         named: the good one when the loss last diverged.
+        resumed: the step that the run goes on from, which stays until a later one is good; 0: it
+            begins, or that state is doubtful.
     """
 
     saved: int | None
     good: int | None
     named: int | None
+    resumed: int
 
     def due(self, step: int) -> bool:
         """Whether a checkpoint that failed should be tried again after `step` steps."""

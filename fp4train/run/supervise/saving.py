@@ -20,6 +20,7 @@ stay
 
     the good one               the newest that is proven, so that doubtful ones never stand alone; and the one that
                                was it when the loss last diverged, even if the loss is back within its past
+    the one gone on from       after a resume, until a later one is proven
     the one before cooldown    `checkpoint.keep_before_cooldown`: a longer run goes on from it
     milestones                 number k of `checkpoint.milestones` (from 0) is the oldest whose age, in units of
                                `checkpoint.every` times `checkpoint.keep`, is from 4ᵏ to below 4ᵏ⁺¹
@@ -82,6 +83,7 @@ class Saver:
         """The newest step whose state gave a loss within its past."""
         self.named: int | None = None
         """The good one when the loss last diverged: messages name it, and it stays, also after a resume."""
+        self.resumed = 0
         self.last: Outcome | None = None
         self._expected: Mapping[str, int] = {}
         """Sums of the coming checkpoint's tensors that were taken before."""
@@ -353,7 +355,8 @@ class Saver:
         config = self.run.config
         settings = config.checkpoint
         cooldown = config.schedule.cooldown_start(config.train.steps)
-        stay = {step for step in past if step in (self.good, self.named)}
+        ours = (self.good, self.named, max(self.resumed, self.good or 0))
+        stay = {step for step in past if step in ours}
         stay |= set(past[-settings.keep - unproven :])
         if settings.keep_before_cooldown and cooldown is not None:
             stay |= set([step for step in past if step <= cooldown][-1:])

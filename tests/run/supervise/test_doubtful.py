@@ -104,6 +104,48 @@ def test_the_good_checkpoint_that_a_divergence_names_stays_when_the_loss_is_back
     assert steps() == [7, 33]
 
 
+def dies_at(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process dies as that step begins."""
+
+    def die(run: Any) -> None:
+        if run.step == step:
+            raise SystemExit(137)
+
+    before_steps(monkeypatch, die)
+
+
+def test_a_state_that_no_loss_has_judged_is_not_good_because_a_command_names_it(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last update before it ruined it, and the process died before that was seen."""
+    with monkeypatch.context() as patch:
+        after_update(8, patch, lambda run: scale(run, 30))
+        dies_at(10, patch)
+        assert cli("run.name=a", *RUN).code == 137
+    assert 8 not in marked("runs/a") and 9 in marked("runs/a")
+    ended = cli("resume=runs/a", "resume_step=8", "train.steps=16")
+    assert ended.code == 3 and "The last good checkpoint is that of step 7: go on" in ended.err
+    assert sorted(marked("runs/a")) == list(range(8, 17)) and 7 in steps()
+
+
+@pytest.mark.parametrize(
+    ("died", "told"),
+    [(8, "No checkpoint of this run is good"), (12, "The last good checkpoint is that of step 10")],
+)
+def test_a_run_that_diverges_with_its_first_loss_keeps_the_checkpoint_that_it_goes_on_from(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch, died: int, told: str
+) -> None:
+    """Also where the one that its state names as the good one was pruned since."""
+    with monkeypatch.context() as patch:
+        dies_at(died, patch)
+        options = ("checkpoint.every=5", "checkpoint.keep=1", "train.steps=25")
+        assert cli("run.name=a", *RUN, *options).code == 137
+    (newest,) = steps()
+    scaled(monkeypatch, {newest: 30})
+    ended = cli("resume=runs/a")
+    assert ended.code == 3 and told in ended.err and newest in steps()
+
+
 def test_a_mark_goes_where_the_high_losses_were_but_noise_of_a_batch(
     cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
