@@ -33,21 +33,22 @@ the spread s, its margin is d = max(0.4 |L|, 5 s, 0.1). A mean above L + d is a 
 which began with the first of the last losses that all are above L + 0.75 d.
 
 A model that knows nothing gives all V tokens of the vocabulary the same probability: its loss is
-ln V. Once the first of the losses, or `PERSIST` in a row, were below 0.8 ln V, `LASTING` = 12 in a
-row above 0.95 ln V are a divergence; where the run ends, `PERSIST`. So are as many above 1.2 times
-the larger of ln V and the first loss, whatever came before them. Vocabularies below
-`LEAST_VOCABULARY` are left out.
+ln V. Once the first of the losses, or `PERSIST` in a row, were below 0.8 ln V, or L lies 5 s below
+0.95 ln V, `LASTING` = 12 in a row above 0.95 ln V are a divergence; where the run ends, `PERSIST`.
+So are as many above 1.2 times the larger of ln V and the first loss, whatever came before them.
+Vocabularies below `LEAST_VOCABULARY` are left out.
 
 An evaluation at the end of a run judges its last state by earlier ones, of states that a later loss
 showed to be good. Where its loss fits the curve, and is at most 1.5 times the evaluation before it
 and before the rise, at e, a rise that is no divergence yet was noise of batches. It is a divergence
-if it is above 1.5 e and half the way from e to ln V; where there is no e, above the limit and twice
-the larger of ln V and the first loss, or 0.95 ln V as the last loss of a rise after lower ones.
+if it is above 1.5 e and half the way from e to ln V, or above 0.95 ln V and 1.1 e where e is within
+the past; where there is no e, above the limit and twice the larger of ln V and the first loss, or
+0.95 ln V as the last loss of a rise after lower ones.
 Above max(1.2 e, e + 0.1) it is one if the losses rose with it: if the median of the last `PERSIST`
 is above m + max(1.5 s, 0.1 |m|), by those of the past that are older than `LASTING`.
 
 The state that gave a loss is known to be good if the loss fits the curve, is at most L + 0.75 d, and
-is not above 0.95 ln V after any loss below 0.8 ln V, nor above 1.2 times the larger of ln V and the
+is not above 0.95 ln V after any loss below 0.8 ln V or such an L, nor above 1.2 times the larger of ln V and the
 first loss.
 
 A run that ends with its last 5 losses (their median) above its first one by more than max(3 s,
@@ -192,7 +193,7 @@ class Divergence:
         """Whether the state that gave the last loss is good, as far as losses can tell: one that is
         low by chance among losses near `uniform` does not tell it.
         """
-        lost = self.least < LEARNED * self.uniform and median(self.recent) > LOST * self.uniform
+        lost = self._has_told and median(self.recent) > LOST * self.uniform
         return self.fits and self.since is None and not lost
 
     @property
@@ -251,9 +252,21 @@ class Divergence:
         bounds = [math.inf]
         if self.lowest is not None:
             bounds.append(self.lowest[0] + 0.75 * self.lowest[1])
-        if self.least < LEARNED * self.uniform:
+        if self._has_told:
             bounds.append(LOST * self.uniform)
         return min(*bounds, self.worthless)
+
+    @property
+    def _is_low(self) -> bool:
+        """Whether a mean of `WINDOW` losses was far below those near `uniform`."""
+        if self.lowest is None:
+            return False
+        return self.lowest[0] + 5 * self.spread < LOST * self.uniform
+
+    @property
+    def _has_told(self) -> bool:
+        """Whether a loss told that something is learned."""
+        return self._is_low or self.least < LEARNED * self.uniform
 
     @property
     def worthless(self) -> float:
@@ -357,7 +370,7 @@ class Divergence:
         """
         least = min(self.past[-count:])
         is_worse = len(self.past) > count and least > self.worthless
-        if is_worse or (self.learned and least > LOST * self.uniform):
+        if is_worse or ((self.learned or self._is_low) and least > LOST * self.uniform):
             self._begin_from_best()
 
     def end(self) -> None:
@@ -384,6 +397,8 @@ class Divergence:
             risen = 0
         else:
             bar = max(1.5 * earlier, (earlier + self.uniform) / 2)
+            if self._within(earlier):  # else the data are known by heart, and validation's are not
+                bar = min(bar, max(LOST * self.uniform, 1.1 * earlier))
             risen = self._risen_last if loss > max(1.2 * earlier, earlier + LEAST_RISE) else 0
         if risen or (self.uniform and loss > bar):
             self.since = self.known - risen if self.since is None else self.since

@@ -213,6 +213,36 @@ def test_losses_that_go_back_to_those_of_equally_likely_tokens_are_a_divergence_
     assert at_the_end.seen and at_the_end.since == 28
 
 
+@pytest.mark.parametrize("share", [0.82, 0.88])
+def test_a_plateau_near_ln_v_that_goes_up_to_it_is_a_divergence(share: float) -> None:
+    """As where half of the labels are noise, and no loss is a fifth below ln V."""
+    draw = random.Random(0)
+    found = Divergence(uniform=math.log(32_000))
+    level = share * found.uniform
+    for step in range(120):
+        found.add(step, (level if step < 100 else found.uniform) + draw.gauss(0, 0.05))
+        assert found.seen == (step >= 111), step
+        assert step < 104 or not found.is_good, step
+    assert found.since == 100
+
+
+@pytest.mark.parametrize("share", [0.7, 0.75, 0.85])
+def test_an_evaluation_near_ln_v_ends_a_run_whose_losses_were_below(share: float) -> None:
+    """The last update ruins the weights, and one and a half times the evaluation before is above
+    ln V; validation that is not like the text that is known by heart tells nothing.
+    """
+    for knows_by_heart in (False, True):
+        found = Divergence(uniform=math.log(32_000))
+        level = share * found.uniform
+        for step in range(100):
+            found.add(step, level / (8 if knows_by_heart else 1))
+        found.add_evaluation(level, ends=False)
+        found.add(100, level / (8 if knows_by_heart else 1))
+        found.end()
+        found.add_evaluation(found.uniform, ends=True)
+        assert found.beyond_noise != knows_by_heart
+
+
 def test_one_loss_far_below_that_of_equally_likely_tokens_takes_the_proof_from_those_near_it() -> (
     None
 ):
