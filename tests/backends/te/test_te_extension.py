@@ -21,7 +21,9 @@ ENUMS = {
 }
 """Enum of the extension → its stand-in."""
 VALUES = """
-import json, sys, torch, {module} as module
+import json, sys, torch
+{before}
+import {module} as module
 print(json.dumps({{
     name: {{member: int(value) for member, value in getattr(module, name).__members__.items()}}
     for name in sys.argv[1:]
@@ -29,9 +31,11 @@ print(json.dumps({{
 """
 
 
-def values(python: str, place: Path, module: str, names: list[str]) -> dict[str, dict[str, int]]:
-    """Enum → its members, of a module in a folder."""
-    code = VALUES.format(module=module)
+def values(
+    python: str, place: Path, module: str, names: list[str], before: str = ""
+) -> dict[str, dict[str, int]]:
+    """Enum → its members, of a module in a folder; `before`: what is executed before its import."""
+    code = VALUES.format(module=module, before=before)
     environment = os.environ | {"PYTHONPATH": str(place)}
     done = subprocess.run(
         [python, "-c", code, *names], env=environment, capture_output=True, text=True
@@ -44,7 +48,9 @@ def values(python: str, place: Path, module: str, names: list[str]) -> dict[str,
 @pytest.mark.skipif(SITE is None, reason="TE_SITE names no folder with a Transformer Engine")
 def test_the_stand_ins_enums_have_members_and_values_of_the_real_extension() -> None:
     python = os.environ.get("TE_PYTHON", sys.executable)
-    real = values(python, Path(SITE or ""), "transformer_engine_torch", list(ENUMS))
+    # Transformer Engine loads its core library, whose symbols the extension takes
+    loads = "import transformer_engine.pytorch"
+    real = values(python, Path(SITE or ""), "transformer_engine_torch", list(ENUMS), loads)
     here = Path(__file__).parent
     stand_in = values(sys.executable, here, "te_on_cpu", list(ENUMS.values()))
     for name, ours in ENUMS.items():
