@@ -53,7 +53,7 @@ def decoded(operand: Prepared) -> Decoded:
 
 def exact(operand: Prepared, rows: Tensor | None = None) -> Tensor:
     """The values of an operand with all scales, float64 [R, C], or of these rows of it."""
-    values, scale = decoded(operand)
+    values, scale, _ = decoded(operand)
     if rows is not None:
         values = values[rows]
         if scale is not None and scale.dim():

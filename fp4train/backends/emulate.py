@@ -189,8 +189,8 @@ def matmul(a: Decoded, b: Decoded, *, out_dtype: torch.dtype, bias: Tensor | Non
     | with scales of tensors, in that dtype, on a CPU that multiplies it | its accumulator is scaled |
     | others | a product in float32, which is scaled and rounded |
     """
-    x_RC, x_scale = a
-    w_SC, w_scale = b
+    x_RC, x_scale, _ = a
+    w_SC, w_scale, _ = b
     of_tensors = (x_scale is None or not x_scale.dim()) and (w_scale is None or not w_scale.dim())
     if bias is not None:
         bias = bias.to(out_dtype)
@@ -232,8 +232,8 @@ def _with_scaled_accumulator(a: Decoded, b: Decoded, bias: Tensor | None) -> Ten
     result is rounded once. None: the factor is no normal float32 number, or torch's own loop
     multiplies.
     """
-    x_RC, x_scale = a
-    w_SC, w_scale = b
+    x_RC, x_scale, _ = a
+    w_SC, w_scale, _ = b
     x_factor = 1.0 if x_scale is None else float(x_scale)
     w_factor = 1.0 if w_scale is None else float(w_scale)
     alpha = _Float32(x_factor * w_factor).value

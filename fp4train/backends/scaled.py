@@ -177,11 +177,14 @@ class ScaledProducts:
         if library is None:
             return False
         device = out.device
-        factors, other_factors = torch.empty(2, 4, dtype=torch.float32, device=device).unbind()
         marks = other.marks()
-        kinds = term.kinds + other.kinds
-        plan_factors = _plan_two_factors(kinds, other.added, device)
-        plan_factors(*term.scales, factors, *other.scales, other_out, marks, other_factors)
+        factors = written_factors(*first)
+        other_factors = written_factors(*second)
+        if factors is None or other_factors is None or adds:
+            factors, other_factors = torch.empty(2, 4, dtype=torch.float32, device=device).unbind()
+            kinds = term.kinds + other.kinds
+            plan_factors = _plan_two_factors(kinds, other.added, device)
+            plan_factors(*term.scales, factors, *other.scales, other_out, marks, other_factors)
         library.multiply(term.x, term.y, factors, out)
         library.multiply(other.x, other.y, other_factors, other_out)
         plan = _plan_corrections(term.shape, other.shape, device)
@@ -204,10 +207,12 @@ class ScaledProducts:
             library = self._cublas_on(out.device)
         marks = out  # what is not read lies where all of them do
         if library is not None:
-            factors = torch.empty(2, dtype=torch.float32, device=out.device)
             marks = term.marks()
-            plan_factors = _plan_factors(term.kinds, term.added, out.device)
-            plan_factors(*term.scales, out, marks, factors)
+            factors = written_factors(a, b)
+            if factors is None or adds:
+                factors = torch.empty(2, dtype=torch.float32, device=out.device)
+                plan_factors = _plan_factors(term.kinds, term.added, out.device)
+                plan_factors(*term.scales, out, marks, factors)
             library.multiply(term.x, term.y, factors, out)
         added = None if bias is None else bias.dtype
         plan = _plan_product(term.shape, added, library is not None, out.device)
@@ -310,12 +315,20 @@ def why_not(a: Decoded, b: Decoded, out_dtype: torch.dtype) -> str | None:
         return f"the operands are {x.dtype} and {y.dtype}"
     if out_dtype not in (x.dtype, torch.float32):
         return f"the result is {out_dtype}"
-    for values, scale in (a, b):
+    for values, scale, _ in (a, b):
         if scale is None or not scale.dim():
             continue
         if scale.shape != (len(values), 1) or not scale.is_contiguous():
             return f"a scale is {tuple(scale.shape)}, not ({len(values)}, 1) in one piece"
     return why_not_here(x.device.type) or why_not_tensor(x) or why_not_tensor(y)
+
+
+def written_factors(a: Decoded, b: Decoded) -> Tensor | None:
+    """The factors of a·bᵀ that the kernel wrote which quantised one of them; None: none did."""
+    for operand, other in ((a, b), (b, a)):
+        if operand.factors is not None and operand.factors[0] is other.scale:
+            return operand.factors[1]
+    return None
 
 
 def _kind(scale: Tensor | None) -> ScaleKind:

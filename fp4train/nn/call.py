@@ -41,8 +41,10 @@ class PreparedForms(Protocol):
     def part(self, key: Hashable) -> PreparedForms:
         """Those of a part of the weight, or of one weight of a group."""
 
-    def prepared(self, w_NK: Tensor, form: WeightForm, call: LayerCall) -> Prepared:
-        """The weight in the given form."""
+    def prepared(
+        self, w_NK: Tensor, form: WeightForm, call: LayerCall, *, other: Tensor | None = None
+    ) -> Prepared:
+        """The weight in the given form; `other` as for `PreparedWeights`."""
 
     def delayed_amax(
         self, w_NK: Tensor, quantizer: Quantizer, call: LayerCall

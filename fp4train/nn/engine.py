@@ -292,7 +292,7 @@ def flatten(saved: Saved) -> tuple[list[Tensor | None], SavedKinds]:
             tensors += operand[2:]
             kinds.append(operand[:2])
         elif isinstance(operand, Decoded):
-            tensors += operand
+            tensors += operand[:2]
             kinds.append(())
         else:
             tensors.append(operand)

@@ -244,10 +244,15 @@ class TensorForms:
                 self.requantise = plain.codes if codes[1] else plain.values
 
     def prepare(
-        self, x_MK: Tensor, call: LayerCall, row: bool = True, column: bool = True
+        self,
+        x_MK: Tensor,
+        call: LayerCall,
+        row: bool = True,
+        column: bool = True,
+        *others: Tensor,
     ) -> tuple[Prepared | None, Prepared | None]:
         """(row-wise form, column-wise form) of x [M, K]; None for what is not asked for. Where the
-        row-wise form serves both, it is both: codes [M, K].
+        row-wise form serves both, it is both: codes [M, K]. others: see `PairQuantizer`.
         """
         if self.values is not None:
             codes = self.row.prepare(x_MK, call)
@@ -275,7 +280,9 @@ class TensorForms:
             elif not self.own_amax:
                 row_amax, column_amax = self._amaxes(x_MK, call, row_key, column_key)
             if self.requantise is None:
-                return self.pair(x_MK, row_key, row_amax, column_key, column_amax, newest)
+                if not self.pair.writes_factors:
+                    others = ()
+                return self.pair(x_MK, row_key, row_amax, column_key, column_amax, newest, others)
             rounded = self.row.make(x_MK, row_key, row_amax)
             assert isinstance(rounded, Decoded)
             return rounded, self.requantise(rounded.rounded().T, column_key, column_amax)

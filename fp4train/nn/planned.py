@@ -29,6 +29,7 @@ from fp4train.nn.engine import EAGER, CompiledRoute, Executor, GradientSum, torc
 from fp4train.nn.executors import by_state, make_executor, make_state, saved_states
 from fp4train.nn.fused_weights import FusedWeights
 from fp4train.nn.layer_shard import LayerShard
+from fp4train.nn.measured_amaxes import MeasuredAmaxes
 from fp4train.nn.scaling import EARLIER_AMAXES
 from fp4train.nn.weights import PreparedWeights
 from fp4train.precision.context import Context, State, state
@@ -375,7 +376,9 @@ class PlannedLayer(nn.Module):
             kept = {}
         weights: PreparedWeights | None = kept.get((self, parameter))
         if weights is None:
-            weights = kept[self, parameter] = PreparedWeights(self.keeps_forms)
+            if (measured := self.common.get(MeasuredAmaxes)) is None:
+                measured = self.common[MeasuredAmaxes] = MeasuredAmaxes()
+            weights = kept[self, parameter] = PreparedWeights(self.keeps_forms, measured)
         return LayerCall(
             executor,
             position,

@@ -13,6 +13,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 
 from fp4train.backends import Backend, Prepared
+from fp4train.nn.engine import fuses
 from fp4train.nn.layer_shard import WHOLE, LayerShard, RunsQuantizer
 from fp4train.quantize import (
     Decoded,
@@ -62,6 +63,8 @@ class WeightForm:
         rounds_first: whether it requantises what is rounded by an amax of several ranks, or by runs.
         earlier_amax: whether its amax is that of earlier steps.
         fused: weights whose amaxes count: of the weight, or of what the spec requantises.
+        measured: whether its amax is that of the weight, which may be measured with others.
+        writes_factors: whether the kernel that makes it writes the factor of a product, too.
     """
 
     def __init__(
@@ -95,6 +98,7 @@ class WeightForm:
         self.start = place.starts("w")[:: -1 if self.of_transpose else 1]
         self.amax_ranks, self.rounding_ranks = place.amax_and_rounding_ranks(self.operand)
         self.earlier_amax = spec is not None and spec.earlier_amax
+        self.measured = self.writes_factors = False
         if spec is None:
             return
         self.plain = replace(spec, requantises=None)
@@ -112,6 +116,15 @@ class WeightForm:
         elif backend.takes_codes:
             self.make = self.quantizer.codes
             self.make_of_rounded = plain.codes
+        if spec.requantises is None and not runs:
+            self.writes_factors = self.quantizer.writes_factors and not backend.takes_codes
+            self.measured = (
+                fuses(device)
+                and has_tensor_amax(spec)
+                and self.quantizer.kernel == "triton"
+                and (spec.block[1] is not None or spec.format.has_nan)
+                and not (self.amax_ranks or self.earlier_amax)
+            )
         alone = device == "cpu" and not self.amax_ranks
         decodes = spec.requantises is not None and spec.requantises.decodes_to_values
         if self.of_transpose and self.operand.of is not None and alone and decodes:

@@ -18,6 +18,7 @@ from torch import Tensor
 from fp4train.backends import Prepared
 from fp4train.nn.call import LayerCall
 from fp4train.nn.gathered import Gathered
+from fp4train.nn.measured_amaxes import MeasuredAmaxes
 from fp4train.nn.ranks import Ranks, amax_over
 from fp4train.nn.weight_form import FormKey, PairedForm, WeightForm
 from fp4train.quantize import (
@@ -55,10 +56,12 @@ class PreparedWeights:
     Args:
         keep: whether forms are kept; else each GEMM makes its own, from the same amax and random
             bits.
+        measured: the amaxes of the model's weights; None: each is measured by itself.
     """
 
-    def __init__(self, keep: bool = True) -> None:
+    def __init__(self, keep: bool = True, measured: MeasuredAmaxes | None = None) -> None:
         self.keep = keep
+        self.measured = measured
         self._parts: dict[Hashable, PreparedWeights] = {}
         self._forms: list[tuple[FormKey, Prepared]] = []
         self._amax: Tensor | None = None
@@ -76,6 +79,7 @@ class PreparedWeights:
         call: LayerCall,
         group_amax: Tensor | None = None,
         is_rounded: bool = False,
+        other: Tensor | None = None,
     ) -> Prepared:
         """The weight in the given form, made where it is not kept.
 
@@ -83,6 +87,8 @@ class PreparedWeights:
             group_amax: the amax that fused weights share; None: it is measured here where
                 `form.fused` names them.
             is_rounded: whether w is what `form.spec.requantises` gave.
+            other: the scale of the operand that it is multiplied with, 0-d; None: it has none, or
+                its factor is made with the product.
         """
         if isinstance(w_NK, Gathered):
             return self._of_gathered(w_NK, form, call)
@@ -98,7 +104,7 @@ class PreparedWeights:
         if form.earlier_amax:
             earlier = self._earlier_amax(w_NK, form, call, pair)
         if prepared is None:
-            prepared = self._prepare(w_NK, form, call, earlier, group_amax, is_rounded, pair)
+            prepared = self._prepare(w_NK, form, call, earlier, group_amax, is_rounded, pair, other)
             if isinstance(prepared, Quantized) and form.tiles:
                 prepared = to_torch(prepared)
             if self.keep:
@@ -132,8 +138,9 @@ class PreparedWeights:
         group_amax: Tensor | None,
         is_rounded: bool,
         pair: PairedForm | None,
+        other: Tensor | None,
     ) -> Prepared:
-        """The weight in the given form; `group_amax` and `is_rounded` as for `prepared`.
+        """The weight in the given form; `group_amax`, `is_rounded` and `other` as for `prepared`.
 
         Args:
             pair: maker of the transposed form with it, for backward.
@@ -168,10 +175,14 @@ class PreparedWeights:
         elif form.amax_ranks and amax is None:
             assert form.operand.codes is not None
             amax = self._amax_over_ranks(w, form.operand.codes, form.amax_ranks, key)
+        elif amax is None and form.measured and self.measured is not None and self.keep:
+            amax = self.measured.amax(w_NK, call.constant)
         if pair is not None:
-            prepared, other = pair.quantizer(w, None, amax, None, amax, earlier.history_entry)
-            self._forms.append((pair.key, other))
+            prepared, turned_form = pair.quantizer(w, None, amax, None, amax, earlier.history_entry)
+            self._forms.append((pair.key, turned_form))
             return prepared
+        if other is not None and form.writes_factors:
+            return form.make(w, key, amax, other)
         return (form.make_of_rounded if is_rounded else form.make)(w, key, amax)
 
     def _rounding_amax(self, w: Tensor, form: WeightForm, group_amax: Tensor | None) -> Tensor:

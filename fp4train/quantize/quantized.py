@@ -25,10 +25,13 @@ class Decoded(NamedTuple):
     values: [R, C]; with a Hadamard transform C is rounded up to its size, since the transform fills
         the padding. BF16 if that is exact (`QuantSpec.exact_in_bf16`), otherwise float32.
     scale: the float32 factor to apply to the product, 0-d or [R, 1]; None for 1.
+    factors: (scale of another operand, factors of the product with it as a kernel that quantises
+        wrote them: float32 [2], see `kernels.triton.scale.product_factor`).
     """
 
     values: Tensor
     scale: Tensor | None
+    factors: tuple[Tensor, Tensor] | None = None
 
     def rounded(self) -> Tensor:
         """The tensor in BF16, as a spec that `requantises` takes it on CPUs."""

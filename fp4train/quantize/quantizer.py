@@ -46,6 +46,8 @@ class Quantizer:
     """
 
     kernel = "reference"
+    writes_factors = False
+    """Whether kernels that make values write the factors of a product, too."""
 
     def __init__(self, spec: QuantSpec, why: str | None = None) -> None:
         self.spec = spec
@@ -243,6 +245,10 @@ class PairQuantizer:
         """Whether one kernel makes both forms, also where each is asked for after the other."""
         self.joins = self.one_kernel and row.spec.delayed is not None
         """Whether it joins the amax of x to another one on the way."""
+        values = not (row_codes or column_codes)
+        self.writes_factors = (
+            self.one_kernel and values and row.writes_factors and column.writes_factors
+        )
 
     def __call__(
         self,
@@ -252,11 +258,14 @@ class PairQuantizer:
         column_key: RandomKey | None = None,
         column_amax: Tensor | None = None,
         newest: Tensor | None = None,
+        others: tuple[Tensor, ...] = (),
     ) -> tuple[Decoded | Quantized, Decoded | Quantized]:
         """(row-wise form, column-wise form).
 
         newest: where `joins`: an amax, 0-d float32, which becomes the larger of itself and that of
             x.
+        others: where it `writes_factors`: the scales of the operands that both forms are multiplied
+            with, 0-d.
         """
         if self._pair is not None:
             row, column = self._pair
@@ -267,6 +276,7 @@ class PairQuantizer:
                 (row_amax, column_amax),
                 self._codes,
                 newest,
+                others,
             )
             if both is not None:
                 return both

@@ -169,6 +169,9 @@ class TritonQuantizer(Quantizer):
         self._of_extents = spec.extent is not None and not self._row_amax
         self._by_torch = isinstance(spec.scale_format, AdaptiveScale | LevelledScale)
         self._draws_signs = draws_signs(spec)
+        self.writes_factors = (
+            not self._whole and spec.outer is None and spec.global_scale == "tensor"
+        )
         self._guarded = spec.product_factor is not None
         self._plans: dict[tuple[object, ...], Any] = {}
 
@@ -201,14 +204,25 @@ class TritonQuantizer(Quantizer):
         )
 
     def values(
-        self, x_RC: Tensor, key: RandomKey | None = None, amax: Tensor | None = None
+        self,
+        x_RC: Tensor,
+        key: RandomKey | None = None,
+        amax: Tensor | None = None,
+        other: Tensor | None = None,
     ) -> Decoded:
-        """`codes(...).decoded()` to the bit, fused: 2 bytes per element read, 2 written (BF16)."""
+        """`codes(...).decoded()` to the bit, fused: 2 bytes per element read, 2 written (BF16).
+
+        other: where it `writes_factors`: the scale of the operand that this one is multiplied with,
+            0-d.
+        """
         x_RC = check_input(x_RC, self.spec, key, amax)
-        outputs = self._quantize(x_RC, key, amax, values=True)
+        outputs = self._quantize(x_RC, key, amax, values=True, other=other)
         if outputs is None:
             return super().values(x_RC, key, amax)
-        return self._decoded(outputs[0], outputs[3])
+        factor = outputs[3]
+        if other is None or factor is None:
+            return self._decoded(outputs[0], factor)
+        return Decoded(outputs[0], factor[0], (other, factor[1:]))
 
     def _decoded(self, values: Tensor, factor: Tensor | None) -> Decoded:
         """Values and the scale that is applied to the product, or what undoes a guard."""
@@ -269,6 +283,7 @@ class TritonQuantizer(Quantizer):
         amaxes: tuple[Tensor | None, Tensor | None],
         codes: tuple[bool, bool],
         newest: Tensor | None = None,
+        others: tuple[Tensor, ...] = (),
     ) -> tuple[Decoded | Quantized, Decoded | Quantized] | None:
         """x in this form and x.T in `column`'s, as codes or values, from one read (two if an amax
         must be measured); None if x or the arguments do not allow it.
@@ -276,6 +291,7 @@ class TritonQuantizer(Quantizer):
         keys, amaxes, codes: see `CpuQuantizer.with_columns`.
         newest: an amax, 0-d float32, to which that of x is joined; only with one scale, whose amax
             is that of the row-wise form.
+        others: see `PairQuantizer`.
         """
         row_key, column_key = keys
         row_amax, column_amax = amaxes
@@ -291,7 +307,7 @@ class TritonQuantizer(Quantizer):
         words = words_of_both(row_key, column_key)
         tiled = (self._tiled, column._tiled)
         plan: triton_launch.BothPlan | None
-        plan = self._planned(triton_launch.plan_both, x_MK, column.spec, tiled, codes)
+        plan = self._planned(triton_launch.plan_both, x_MK, column.spec, tiled, codes, bool(others))
         if plan is None or words is None:
             return None
         row_needs, column_needs = plan.needs
@@ -305,13 +321,18 @@ class TritonQuantizer(Quantizer):
         turned = third()
         row_scales = make_row_scales() if row_codes else row
         turned_scales = fourth() if column_codes else turned
-        outputs = row, row_scales, turned, turned_scales
+        outputs = row, row_scales, turned, turned_scales, *(others or (row_scales, row_scales))
         plan.launch(x_MK, row_scales if measured is None else measured, *outputs, words=words)
         amax_of_row = other = factor = other_factor = None
         if measured is not None:
             both = measured.unbind()
-            amax_of_row, factor = both[::2] if row_needs else (None, None)
-            other, other_factor = both[1::2] if column_needs else (None, None)
+            amax_of_row, factor = both[:4:2] if row_needs else (None, None)
+            other, other_factor = both[1::4] if column_needs else (None, None)
+            if others:
+                return (
+                    Decoded(row, factor, (others[0], measured[3:5])),
+                    Decoded(turned.T, other_factor, (others[1], measured[6:])),
+                )
         by_row: Decoded | Quantized = self._decoded(row, factor)
         if row_codes:
             by_row = Quantized(self.spec, (rows, columns), row, row_scales, amax_of_row, factor)
@@ -356,9 +377,9 @@ class TritonQuantizer(Quantizer):
         plan: triton_launch.BothPlan,
         amaxes: tuple[Tensor | None, Tensor | None],
     ) -> Tensor | None:
-        """The amaxes of both forms, or twice the one of x, and room for S_dec of both: float32 [4].
-        None: of those that came the kernel, which reads one where no transform lies between the
-        forms, does not take them so.
+        """The amaxes of both forms, or twice the one of x, and room for S_dec of both and the
+        factors of products: float32 [8], the rest of which is 0. None: of those that came the
+        kernel, which reads one where no transform lies between the forms, does not take them so.
 
         Args:
             amaxes: those that came with the call.
@@ -370,7 +391,7 @@ class TritonQuantizer(Quantizer):
             came.append(amaxes[1])
         if came and (len(came) < sum(plan.needs) or (plan.amax is None and len(came) > 1)):
             return None
-        out = triton_launch.four_zeros(x_MK.device)
+        out = triton_launch.eight_zeros(x_MK.device)
         if came:
             out[:2] = torch.stack([amax.reshape(()) for amax in (came[0], came[-1])])
         elif plan.amax is not None:
@@ -380,18 +401,26 @@ class TritonQuantizer(Quantizer):
         return out
 
     def _quantize(
-        self, x_RC: Tensor, key: RandomKey | None, amax: Tensor | None, *, values: bool
+        self,
+        x_RC: Tensor,
+        key: RandomKey | None,
+        amax: Tensor | None,
+        *,
+        values: bool,
+        other: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None] | None:
         """(codes or values, stored scales, amax, the scale that is applied to the product); None:
         left to the reference, as is a given amax of a format without NaN, in which the scale has to
-        say that x is not finite.
+        say that x is not finite. The scale is followed by the factors of the product with `other`.
         """
         if self._whole and amax is not None and not self.spec.format.has_nan:
             return None
         amax_is_given = self._whole and amax is not None
         tiled = self._tiled and not values
         plan: triton_launch.QuantizePlan | None
-        plan = self._planned(triton_launch.plan_quantize, x_RC, values, amax_is_given, tiled)
+        plan = self._planned(
+            triton_launch.plan_quantize, x_RC, values, amax_is_given, tiled, other is not None
+        )
         if plan is None:
             return None
         if not self._whole and self.spec.global_scale is None:
@@ -413,6 +442,8 @@ class TritonQuantizer(Quantizer):
             outer = None
         elif self._of_extents:
             outer = amax.new_empty(x_RC.shape[0], 1)
+        elif other is not None:
+            outer = triton_launch.eight_zeros(x_RC.device)[:3]
         else:
             outer = torch.empty_like(amax)
         unused = scales  # where a kernel reads no amax or writes no S_dec
@@ -422,6 +453,7 @@ class TritonQuantizer(Quantizer):
             out,
             scales,
             unused if outer is None else outer,
+            unused if other is None else other,
         )
         plan.launch(*pointers, words=random_words(key))
         return out, scales, amax, outer

@@ -59,29 +59,29 @@ ZEROS = 1024
 _zeros: dict[tuple[torch.device, object], Iterator[Tensor]] = {}
 
 
-def four_zeros(device: torch.device) -> Tensor:
-    """Four float32 zeros that nobody else has, of a fill for many; of one for these alone where a
+def eight_zeros(device: torch.device) -> Tensor:
+    """Eight float32 zeros that nobody else has, of a fill for many; of one for these alone where a
     CUDA graph is captured, which must fill them again whenever it is replayed.
     """
     stream = None
     if device.type == "cuda":
         if torch.cuda.is_current_stream_capturing():
-            return torch.zeros(4, dtype=torch.float32, device=device)
+            return torch.zeros(8, dtype=torch.float32, device=device)
         stream = torch.cuda.current_stream(device)
-    four = next(_zeros.get((device, stream), iter(())), None)
-    if four is None:
+    eight = next(_zeros.get((device, stream), iter(())), None)
+    if eight is None:
         with torch.inference_mode(False):  # autograd may save them
-            rows = torch.zeros(ZEROS, 4, dtype=torch.float32, device=device).unbind()
+            rows = torch.zeros(ZEROS, 8, dtype=torch.float32, device=device).unbind()
         # `.data` has a version of its own: that of one row must not change with another's
         unused = iter([row.data for row in rows])
         _zeros[device, stream] = unused
-        four = next(unused)
-    return four
+        eight = next(unused)
+    return eight
 
 
 def one_zero(device: torch.device) -> Tensor:
-    """A 0-d zero, as `four_zeros`, which begins at a multiple of 16 bytes as torch's memory does."""
-    return four_zeros(device)[0]
+    """A 0-d zero, as `eight_zeros`, which begins at a multiple of 16 bytes as torch's memory does."""
+    return eight_zeros(device)[0]
 
 
 class QuantizePlan(NamedTuple):
@@ -136,9 +136,9 @@ class _Output(NamedTuple):
 
 
 def plan_quantize(
-    spec: QuantSpec, x_RC: Tensor, values: bool, given: bool, tiled: bool
+    spec: QuantSpec, x_RC: Tensor, values: bool, given: bool, tiled: bool, factor: bool
 ) -> QuantizePlan:
-    """given: whether the amax of a float32 scale came from elsewhere. tiled: see `Variant`."""
+    """given: whether the amax of a float32 scale came from elsewhere. tiled, factor: see `Variant`."""
     from fp4train.kernels.triton.quantize import quantize
 
     rows, columns = x_RC.shape
@@ -161,6 +161,7 @@ def plan_quantize(
         height=blocks.height,
         given=given,
         tiled=tiled,
+        factor=factor,
     )
     tiles = cdiv(groups, tile_blocks * parts(spec))
     strips = cdiv(rows, tile_rows)
@@ -227,8 +228,9 @@ def plan_both(
     column: QuantSpec,
     tiled: tuple[bool, bool],
     codes: tuple[bool, bool] = (True, True),
+    factor: bool = False,
 ) -> BothPlan | None:
-    """Specs as `triton.pair` takes them; None: the rows of x are not contiguous. tiled: see
+    """Specs as `triton.pair` takes them; None: the rows of x are not contiguous. tiled, factor: see
     `Variant`. codes: whether each form is made as codes, else as values.
     """
     from fp4train.kernels.triton.both import amax_both, quantize_both
@@ -248,7 +250,7 @@ def plan_both(
             kind = "packed" if spec.format.packed else "codes"
             outputs.append({"output": kind, "tiled": in_tiles})
         else:
-            outputs.append({"output": "values"})
+            outputs.append({"output": "values", "factor": factor})
     variants = {
         "R": _quantizing(row, x_MK.dtype, turned_place, blocks=by_rows.name, **outputs[0]),
         "C": _quantizing(column, x_MK.dtype, place, blocks=by_columns.name, **outputs[1]),

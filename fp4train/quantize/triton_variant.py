@@ -143,6 +143,7 @@ class Variant:
     tiled: whether scales are stored in tiles of 128x4.
     given: whether the amax of a float32 scale came from elsewhere, so that x may exceed it.
     enters: whether the amax of x is joined to one in memory.
+    factor: whether the factor of a product is stored beside S_dec.
     """
 
     n: int
@@ -155,6 +156,7 @@ class Variant:
     tiled: bool = False
     given: bool = False
     enters: bool = False
+    factor: bool = False
     element: Elements = Elements()
     scale: Scales = Scales()
     integers: Integers = Integers()

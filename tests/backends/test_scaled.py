@@ -118,6 +118,12 @@ rows = Decoded(a, torch.ones(40, 1)), Decoded(b, one)
 assert not products.both(rows, out, right, total, adds=False)
 assert launched == ["two_product_factors", "two_scaled_products"] * (2 * len(pairs)), launched
 launched.clear()
+scale, factor = pairs[0][1], torch.stack([pairs[0][0] * pairs[0][1], torch.tensor(0.0)])
+left, right = Decoded(a, one), Decoded(b, scale, (one, factor))
+made = products.product(left, right, out_dtype=torch.bfloat16)
+assert same(made, matmul(left, right, out_dtype=torch.bfloat16))
+assert launched == ["scaled_product"], "the factor is written with the second operand"
+launched.clear()
 stand_in.products[3 * len(pairs):] = []
 products.product(Decoded(a, torch.ones(40, 1)), Decoded(b, one), out_dtype=torch.bfloat16)
 products.product(Decoded(a, one), Decoded(b, one), out_dtype=torch.bfloat16, bias=torch.ones(70).bfloat16())

@@ -71,7 +71,7 @@ def amax_both(x_ptr, out_ptr, rows, cols, tiles, x_stride, x_col_stride, V: tl.c
         "column_col_group",
         "column_row_offset",
     ],
-    do_not_specialize_on_alignment=["amax_ptr"],
+    do_not_specialize_on_alignment=["amax_ptr", "row_other_ptr", "column_other_ptr"],
 )
 def quantize_both(
     x_ptr,
@@ -80,6 +80,8 @@ def quantize_both(
     row_scale_ptr,
     column_ptr,
     column_scale_ptr,
+    row_other_ptr,
+    column_other_ptr,
     rows,
     cols,
     x_stride,
@@ -99,16 +101,20 @@ def quantize_both(
     values, those of x.T as x lies, its rows filled up to whole groups of the transform, and no
     scales.
 
-    amax_ptr: [4], that of x and, with a transform, that of the column-wise form; behind them S_dec
-        of each form is
-    stored. R's tile is that of C, turned.
+    amax_ptr: [8], that of x and, with a transform, that of the column-wise form; behind them S_dec
+        of each form is stored, and two numbers behind each, which are the factors of a product:
+        `outer_scales` has the first, and `other_ptr`.
+    R's tile is that of C, turned.
     """
     place = tl.program_id(0)
     tiles = tl.cdiv(cols, C.tile_rows)
     groups = tl.cdiv(cols, R.n)
     column_groups = tl.cdiv(rows, C.n)
     words = (key0, key1, row_counter2, counter3, row_col_group, row_offset)
-    outs = (x_ptr, amax_ptr, row_ptr, row_scale_ptr, amax_ptr + 2)
+    decode_ptr = amax_ptr + 2
+    if R.factor:
+        decode_ptr = (decode_ptr, row_other_ptr)
+    outs = (x_ptr, amax_ptr, row_ptr, row_scale_ptr, decode_ptr)
     if R.blocks == "rows16":
         quantize_rows16(outs, place, rows, cols, groups, tiles, x_stride, groups, words, R)
     else:
@@ -119,7 +125,10 @@ def quantize_both(
         quantize_rows(outs, place, rows, cols, groups, tiles, x_stride, row_stride, words, R)
     words = (key0, key1, column_counter2, counter3, column_col_group, column_row_offset)
     OWN: tl.constexpr = 1 if C.transform.size > 0 else 0
-    outs = (x_ptr, amax_ptr + OWN, column_ptr, column_scale_ptr, amax_ptr + 3)
+    column_decode_ptr = amax_ptr + 5
+    if C.factor:
+        column_decode_ptr = (column_decode_ptr, column_other_ptr)
+    outs = (x_ptr, amax_ptr + OWN, column_ptr, column_scale_ptr, column_decode_ptr)
     if C.output == "values":
         quantize_columns(
             outs, place, cols, rows, column_groups, tiles, 1, x_stride, 1, cols, words, C

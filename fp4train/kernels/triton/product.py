@@ -37,16 +37,10 @@ import triton
 import triton.language as tl
 
 from fp4train.kernels.triton import rounding
+from fp4train.kernels.triton.scale import is_factor, product_factor
 
-SMALLEST_NORMAL: tl.constexpr = tl.constexpr(1.1754943508222875e-38)
 MARKED: tl.constexpr = tl.constexpr(1024)
 """Numbers that a program marks at once."""
-
-
-@triton.jit
-def is_factor(product):
-    """Whether a product of scales can be the factor of both: it is a normal number, or NaN."""
-    return ((product >= SMALLEST_NORMAL) & (product < float("inf"))) | (product != product)
 
 
 @triton.jit
@@ -97,10 +91,10 @@ def product_factors(
         There the numbers
     of total, float32 [numbers] to which the product is added, are marked in marks, uint8 [numbers].
     """
-    product = load_scale(first_ptr, FIRST) * load_scale(second_ptr, SECOND)
-    taken = is_factor(product)
+    factor = product_factor(load_scale(first_ptr, FIRST), load_scale(second_ptr, SECOND))
+    taken = factor != 0.0
     if tl.program_id(0) == 0:
-        tl.store(out_ptr, tl.where(taken, product, 0.0))
+        tl.store(out_ptr, factor)
         tl.store(out_ptr + 1, 1.0 if ADDS else 0.0)
     if ADDS:
         for block in range(tl.program_id(0), tl.where(taken, 0, blocks), programs):

@@ -275,7 +275,7 @@ def quantize_whole(
 # lies.
 @triton.jit(
     do_not_specialize=["key0", "key1", "counter2", "counter3", "col_group", "row_offset"],
-    do_not_specialize_on_alignment=["amax_ptr", "decode_ptr"],
+    do_not_specialize_on_alignment=["amax_ptr", "decode_ptr", "other_ptr"],
 )
 def quantize(
     x_ptr,
@@ -283,6 +283,7 @@ def quantize(
     out_ptr,
     scale_ptr,
     decode_ptr,
+    other_ptr,
     rows,
     cols,
     groups,
@@ -306,10 +307,13 @@ def quantize(
         [R, Cp/8], eight
     E2M1 codes each, the first in the lowest nibble) or values (BF16 or float32 [R, C]: element *
     block scale). scale_ptr: those of blocks (not for values), [blocks of rows, groups] or V.tiled,
-    or scale_inv of the tensor or its rows. decode_ptr: S_dec, [1] or [rows]. groups: blocks of a
-    row; tiles: programs across a row (across the rows for columns). Strides count elements of x and
-    of out. The rest are the words of `random_words`, as int32 bit patterns.
+    or scale_inv of the tensor or its rows. decode_ptr: S_dec, [1] or [rows]; other_ptr: see
+    `outer_scales`. groups: blocks of a row; tiles: programs across a row (across the rows for
+    columns). Strides count elements of x and of out. The rest are the words of `random_words`, as
+    int32 bit patterns.
     """
+    if V.factor:
+        decode_ptr = (decode_ptr, other_ptr)
     pointers = (x_ptr, amax_ptr, out_ptr, scale_ptr, decode_ptr)
     words = (key0, key1, counter2, counter3, col_group, row_offset)
     place = tl.program_id(0)
@@ -441,6 +445,22 @@ def amax_tensor(
         acc = rounding.largest(acc, tl.abs(rounding.as_float(x)))
     m = tl.max(tl.max(acc.to(tl.int32, bitcast=True), 1), 0)
     tl.atomic_max(out_ptr, m, sem="relaxed")
+
+
+@triton.jit(do_not_specialize_on_alignment=["out_ptr"])
+def amax_tensors(parts_ptr, out_ptr, SIZE: tl.constexpr):
+    """out int32: max |x| of each of several float32 tensors. parts_ptr: int64 [programs, 3], of the
+    part of each program: its address, its count of numbers, and the place of its tensor.
+    """
+    part_ptr = parts_ptr + tl.program_id(0) * 3
+    x_ptr = tl.load(part_ptr).to(tl.pointer_type(tl.float32), bitcast=True)
+    count = tl.load(part_ptr + 1)
+    acc = tl.zeros((SIZE,), tl.float32)
+    for start in range(0, count, SIZE):
+        place = start + tl.arange(0, SIZE)
+        acc = rounding.largest(acc, tl.abs(tl.load(x_ptr + place, mask=place < count, other=0.0)))
+    m = tl.max(acc.to(tl.int32, bitcast=True), 0)
+    tl.atomic_max(out_ptr + tl.load(part_ptr + 2), m, sem="relaxed")
 
 
 @triton.jit(do_not_specialize_on_alignment=["out_ptr"])

@@ -14,6 +14,7 @@ from fp4train.kernels.triton.rounding import as_e4m3, of_fp8, snap
 
 FLT_MAX: tl.constexpr = tl.constexpr(3.4028234663852886e38)
 SMALLEST_MACRO: tl.constexpr = tl.constexpr(1e-12)
+SMALLEST_NORMAL: tl.constexpr = tl.constexpr(1.1754943508222875e-38)
 
 
 @triton.jit
@@ -40,6 +41,19 @@ def outer_amax(amax_ptr, row, block, groups, rows, V: tl.constexpr):
 
 
 @triton.jit
+def is_factor(product):
+    """Whether a product of scales can be the factor of both: it is a normal number, or NaN."""
+    return ((product >= SMALLEST_NORMAL) & (product < float("inf"))) | (product != product)
+
+
+@triton.jit
+def product_factor(scale, other):
+    """The one factor of two scales, as cuBLAS takes it; 0 where they have none."""
+    product = scale * other
+    return tl.where(is_factor(product), product, 0.0)
+
+
+@triton.jit
 def macro_scales(amax, V: tl.constexpr):
     """(Mantissas of macro-blocks, 1 over these): 1 + the upper 8 bits of that of range / amax."""
     amax = tl.where(amax < SMALLEST_MACRO, SMALLEST_MACRO, amax)
@@ -57,6 +71,9 @@ def outer_scales(amax_ptr, decode_ptr, row, group, block, groups, place, rows, V
     `block` of `groups`: S_enc = bound/amax, 1 where amax = 0, capped at FLT_MAX; S_dec = 1/S_enc,
     which tile 0 of the tensor, or that of `group` 0 of a row, also stores. 1 without a global
     scale; of macro-blocks the mantissas.
+
+    decode_ptr: of S_dec; with V.factor also that of another operand's, and behind S_dec there is
+        room for the factor of both.
     """
     s_enc = 1.0
     s_dec = 1.0
@@ -68,7 +85,11 @@ def outer_scales(amax_ptr, decode_ptr, row, group, block, groups, place, rows, V
         s_enc = tl.where(s_enc > FLT_MAX, FLT_MAX, s_enc)
         s_enc = tl.where(amax == 0.0, 1.0, s_enc)
         s_dec = tl.div_rn(tl.full(amax.shape, 1.0, tl.float32), s_enc)
-        if V.outer.kind == "tensor":
+        if V.factor:
+            own_ptr, other_ptr = decode_ptr
+            tl.store(own_ptr, s_dec, mask=place == 0)
+            tl.store(own_ptr + 1, product_factor(s_dec, tl.load(other_ptr)), mask=place == 0)
+        elif V.outer.kind == "tensor":
             tl.store(decode_ptr, s_dec, mask=place == 0)
         elif V.outer.cols == 0:
             tl.store(decode_ptr + row, s_dec, mask=row < tl.where(group == 0, rows, 0))

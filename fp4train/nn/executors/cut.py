@@ -110,7 +110,12 @@ class GatheredForms(TensorForms):
         return self.sent.values is not None or whole_blocks(self.sent.column.spec, tokens)
 
     def prepare(
-        self, x_MK: Tensor, call: LayerCall, row: bool = True, column: bool = True
+        self,
+        x_MK: Tensor,
+        call: LayerCall,
+        row: bool = True,
+        column: bool = True,
+        *others: Tensor,
     ) -> PreparedPair:
         """The forms of all tokens; where codes are sent, the column-wise form of this rank's:
         backward sends it.
@@ -151,7 +156,12 @@ class GatheredGradients(GatheredForms):
     __slots__ = ()
 
     def prepare(
-        self, x_MK: Tensor, call: LayerCall, row: bool = True, column: bool = True
+        self,
+        x_MK: Tensor,
+        call: LayerCall,
+        row: bool = True,
+        column: bool = True,
+        *others: Tensor,
     ) -> PreparedPair:
         of_row, of_column = super().prepare(x_MK, call, row, column)
         if self.sends_codes(len(x_MK)):

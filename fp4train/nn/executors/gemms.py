@@ -151,7 +151,8 @@ class Gemms(ProductExecutor):
                 shared["input"] = (wants, x_MK._version, x_MK, forms)
         row, column = forms
         assert row is not None
-        b = call.weights.prepared(w_NK, self.w_row, call)
+        other = scale_of(row) if self.joins else None
+        b = call.weights.prepared(w_NK, self.w_row, call, other=other)
         y_MN = self.fprop.product(row, b, out_dtype=self.y_dtype, bias=bias_N)
         saved_x: Any = x_MK if gradients.w is not None and self.keeps_x else column
         return y_MN, (None if gradients.x is None else w_NK, saved_x)
@@ -169,27 +170,38 @@ class Gemms(ProductExecutor):
         gradients = call.gradients
         dx_MK = dw_NK = dbias_N = None
         of_dx = of_dw = both = None
-        row, column = self.dy.prepare(dy, call, gradients.x is not None, gradients.w is not None)
-        if row is not None:
-            assert isinstance(w_NK, Tensor) and gradients.x is not None
+        w: Any = None
+        b: Any = None
+        if gradients.x is not None:
+            assert isinstance(w_NK, Tensor)
             w = call.weights.prepared(w_NK, self.w_column, call)
             if self.values_of_w is not None:
                 w = Decoded(self.values_of_w(w, self.dtype).T, None)
-            of_dx = row, w
-        if column is not None:
-            assert x is not None and gradients.w is not None
+        if gradients.w is not None:
+            assert x is not None
             if self.x.values is not None and isinstance(x, Quantized):
                 x = self.x.values(x, self.dtype)
-            b: Prepared = Decoded(x.T, None) if isinstance(x, Tensor) else x
+            b = Decoded(x.T, None) if isinstance(x, Tensor) else x
             if isinstance(b, Quantized) and not self.wgrad.takes_codes:
                 b = decoded_once(b, call)
+        others: tuple[Tensor, ...] = ()
+        if self.joins and total is None:
+            scales = scale_of(w), scale_of(b)
+            if scales[0] is not None and scales[1] is not None:
+                others = scales[0], scales[1]
+        row, column = self.dy.prepare(dy, call, w is not None, b is not None, *others)
+        if row is not None:
+            of_dx = row, w
+        if column is not None:
             of_dw = column, b
         if self.joins and of_dx and of_dw and self.dgrad is self.wgrad:
             both = self.dgrad.both(of_dx, of_dw, (self.dtype, self.dw_dtype), total)
         if of_dx is not None:
+            assert gradients.x is not None
             product = both[0] if both else self.dgrad.product(*of_dx, out_dtype=self.dtype)
             dx_MK = product.to(gradients.x)
         if of_dw is not None and total is None:
+            assert gradients.w is not None
             product = both[1] if both else self.wgrad.product(*of_dw, out_dtype=self.dw_dtype)
             dw_NK = product.to(gradients.w)
         elif of_dw is not None and total is not None and both is None:
@@ -197,6 +209,13 @@ class Gemms(ProductExecutor):
         if gradients.bias is not None:
             dbias_N = dy.sum(0, dtype=torch.float32).to(gradients.bias)
         return dx_MK, dw_NK, dbias_N
+
+
+def scale_of(operand: Prepared | None) -> Tensor | None:
+    """The scale of an operand's values, where a tensor has one."""
+    if isinstance(operand, Decoded) and operand.scale is not None and not operand.scale.dim():
+        return operand.scale
+    return None
 
 
 def decoded_once(x: Quantized, call: LayerCall) -> Decoded:
