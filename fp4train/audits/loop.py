@@ -86,9 +86,11 @@ def audit(
         ValueError: the model has no linear layer, or none of these names; `layers` is empty or no
             list; `every` is no number of steps, or comes without `step`.
     """
-    planned = {
-        module.layer.name: module for module in model.modules() if isinstance(module, PlannedLayer)
-    }
+    planned: dict[str, PlannedLayer] = {}
+    for path, module in model.named_modules():
+        if isinstance(module, PlannedLayer):
+            name = module.layer.name  # two parts that were converted apart may have equal ones
+            planned[path if name in planned else name] = module
     report = AuditReport()
     layers = _layers_of(dict.fromkeys((*planned, *linears(model))), layers, every, step)
     if not layers:

@@ -12,6 +12,8 @@ from typing import Any, TypeAlias
 
 from torch import Tensor
 
+from fp4train.shards import is_sharded
+
 JSON: TypeAlias = "bool | int | float | str | list[JSON] | dict[str, JSON] | None"
 
 
@@ -76,7 +78,8 @@ def escaped(key: object) -> str:
 
 
 def _encode(value: Any, path: str, tensors: dict[str, Tensor]) -> JSON:
-    if isinstance(value, Tensor):
+    inner = hasattr(value, "__tensor_flatten__")  # it consists of others, as torchao's moments
+    if isinstance(value, Tensor) and (not inner or is_sharded(value)):
         if path in tensors:
             raise TypeError(f"{path}: two entries have this path (keys that differ only in type)")
         tensors[path] = value
@@ -101,8 +104,8 @@ def _encode(value: Any, path: str, tensors: dict[str, Tensor]) -> JSON:
             items.append([key, _encode(item, f"{path}/{escaped(key)}", tensors)])
         return {"$items": items}
     raise TypeError(
-        f"{path}: {type(value).__name__} cannot be in a checkpoint; allowed are tensors, "
-        "None, bool, int, float, str, lists, tuples and dicts of these"
+        f"{path}: {type(value).__name__} cannot be in a checkpoint; allowed are tensors "
+        "of values, None, bool, int, float, str, lists, tuples and dicts of these"
     )
 
 

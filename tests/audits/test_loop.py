@@ -192,6 +192,13 @@ def test_gradients_near_the_smallest_number_of_a_dtype_are_no_fault(
     assert not report.faults, str(report)
 
 
+def test_all_layers_of_two_models_that_were_converted_apart_are_audited() -> None:
+    both = nn.Sequential(model(), model())
+    with f4.audit(both) as report:
+        passes(both, batch(), NVFP4())
+    assert len(report.audits) == 6 and not report.uncovered, str(report)
+
+
 def test_recomputed_layers_are_audited() -> None:
     layers = model()
     x = batch().requires_grad_()

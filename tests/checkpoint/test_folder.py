@@ -160,6 +160,19 @@ def test_what_a_checkpoint_cannot_hold_is_named_by_its_path() -> None:
         flatten({"data": [1, {"file": Path("x")}]})
 
 
+class Composed(torch.Tensor):
+    """A tensor that consists of others, as torchao's moments."""
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return [], None
+
+
+def test_a_tensor_without_values_of_its_own_is_not_written() -> None:
+    moment = torch.zeros(2).as_subclass(Composed)
+    with pytest.raises(TypeError, match=r"optimizer/w/m: Composed cannot be in a checkpoint"):
+        flatten({"optimizer": {"w": {"m": moment}}})
+
+
 def test_files_are_strict_json_and_hold_no_pickle(tmp_path: Path) -> None:
     path = save(tmp_path, 1, ONE, {"loss": math.nan}, keep=1)
     assert sorted(p.name for p in path.iterdir()) == ["state.json", "tensors.safetensors"]
