@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 from families import tiny_run
-from patches import DIES_AT_3, GRAPHS
+from patches import DIES_AT_3, GRAPHS, told
 
 Ranks = Any
 ALL = tiny_run("moe", "model.layers=3", "model.experts.count=4", "train.microbatch=2", "policy=all")
@@ -103,3 +103,24 @@ def test_a_run_goes_on_with_other_shares_of_the_experts(ranks: Ranks) -> None:
     ended = ranks(2, "resume=runs/back", "parallel.ep=2")
     assert ended.codes == [0, 0], ended.err
     ranks.same(reference, "back")
+
+
+DIES_IN_AN_EXCHANGE = """
+import os
+from fp4train.nn.ranks import Ranks
+exchange = Ranks.exchange
+left = [8]
+def dying(ranks, *arguments):
+    left[0] -= 1
+    if rank == 1 and not left[0]:
+        os.kill(os.getpid(), 9)
+    return exchange(ranks, *arguments)
+Ranks.exchange = dying
+"""
+
+
+@pytest.mark.long
+def test_a_rank_that_dies_between_rows_ends_the_others(ranks: Ranks) -> None:
+    ended = ranks(2, "run.name=dies", *ALL, "parallel.ep=2", patch=DIES_IN_AN_EXCHANGE)
+    assert ended.codes == [75, -9], ended.err
+    assert "lost rank 1" in told(ended, by=0)
