@@ -17,7 +17,7 @@ from lm_eval.tasks import TaskManager
 from yaml import YAMLError
 
 from fp4train.data.rendering import Message
-from fp4train.errors import UserError
+from fp4train.errors import UserError, check_local
 from fp4train.exchange.dialogue import Dialogue
 from fp4train.exchange.evaluation import Score, before_document, log_likelihoods, windows
 from fp4train.exchange.generation import Sampling, TextStream, generate
@@ -173,8 +173,10 @@ def task_manager(names: Sequence[str]) -> TaskManager:
         UserError: there is no such task.
     """
     files = [name for name in names if name.endswith((".yaml", ".yml"))]
-    if missing := [name for name in files if not Path(name).is_file()]:
-        raise UserError(f"task={missing[0]} does not exist")
+    for file in files:
+        check_local(file, "task")
+        if not Path(file).is_file():
+            raise UserError(f"task={file} does not exist")
     manager = TaskManager(include_defaults=len(files) < len(names))
     for name in names:
         if name not in files and name not in manager.all_tasks:

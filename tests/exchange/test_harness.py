@@ -245,6 +245,8 @@ def test_tasks_that_are_not_there_are_refused(
         next(tasks(trained, [HIGH], ["hellaswagg"], rows=4))
     with pytest.raises(UserError, match=r"gone\.yaml does not exist"):
         next(tasks(trained, [HIGH], [str(tmp_path / "gone.yaml")], rows=4))
+    with pytest.raises(UserError, match=r"^task=s3://b/a\.yaml: s3:// is no path here"):
+        next(tasks(trained, [HIGH], ["s3://b/a.yaml"], rows=4))
     (tmp_path / "choice.jsonl").unlink()
     with pytest.raises(UserError, match=r"task=.*choice\.yaml: "):
         next(tasks(trained, [HIGH], local[1:], rows=4))
