@@ -50,6 +50,7 @@ from fp4train.quantize import (
     reference,
     triton as kernels,
 )
+from fp4train.quantize.triton_amaxes import amaxes, takes
 
 TURNED = KEY.replace(operand=4, row_offset=16, col_offset=8)
 """The key of the form along tokens."""
@@ -121,6 +122,15 @@ class Differences(dict[str, str]):
         self.compare(f"values{form}", ours.values, theirs.values)
         self.compare(f"scale{form}", ours.scale, theirs.scale)
 
+    def compare_factors(self, form: str, ours: object, theirs: Decoded, other: Tensor) -> None:
+        """Values with the factors of a product with an operand of the scale `other`."""
+        self.compare_values(f"{form} beside factors", ours, theirs)
+        assert isinstance(ours, Decoded) and ours.factors is not None and theirs.scale is not None
+        product = theirs.scale * other.cpu()
+        normal = (product >= torch.finfo(torch.float32).tiny) & (product < torch.inf)
+        factor = torch.where(normal | product.isnan(), product, 0.0)
+        self.compare(f"factors{form}", ours.factors[1], torch.stack([factor, torch.zeros(())]))
+
 
 def check(case: Case, device: str) -> dict[str, str]:
     """Differences between the kernels and the reference; empty if there are none."""
@@ -138,6 +148,14 @@ def check(case: Case, device: str) -> dict[str, str]:
     differences.compare_codes("", codes, right)
     differences.compare_values("", quantizer.values(x, case.key, amax), values)
     differences.compare("decoded", quantizer.decode(codes).values, values.values)
+    if isinstance(quantizer, kernels.TritonQuantizer) and quantizer.writes_factors:
+        scale = torch.tensor(0.3, device=x.device)
+        made = quantizer.values(x, case.key, amax, scale)
+        differences.compare_factors("", made, values, scale)
+    weight = torch.nn.Parameter(x)
+    if takes(weight):
+        _, largest = amaxes([weight, weight])
+        differences.compare("amax of weights", largest, case.x.abs().amax())
     return differences
 
 
@@ -192,6 +210,14 @@ def check_values(case: Case, x: Tensor, amax: Tensor | None, column: QuantSpec) 
         else:
             values = reference.quantize_dequantize(case.x.T, column, key=TURNED, amax=case.amax)
             differences.compare_values(" of columns", column_form, values)
+            if row.writes_factors and other.writes_factors:
+                scales = torch.tensor([0.3, 7.0], device=x.device).unbind()
+                made = row.with_columns(
+                    other, x, (KEY, TURNED), (amax, amax), (False, False), None, scales
+                )
+                assert made is not None
+                differences.compare_factors(" of rows", made[0], rows, scales[0])
+                differences.compare_factors(" of columns", made[1], values, scales[1])
     return differences
 
 
