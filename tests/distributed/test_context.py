@@ -6,8 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from chunks import in_chunks
+from families import tiny_run
 from patches import DIES_AT_3, GRAPHS
+
+from fp4train.errors import UserError
+from fp4train.parallel.sequences import check_sequences
 
 Ranks = Any
 ALL = ("policy=all", "train.seq_len=64", "train.microbatch=2", "train.batch_size=2")
@@ -135,20 +140,136 @@ def test_a_run_goes_on_with_other_chunks(ranks: Ranks) -> None:
     ranks.same("whole", "parts")
 
 
+HIGH = ("recipe=fp32", "train.seq_len=64", "train.microbatch=1", "train.batch_size=2")
+OTHERS = {
+    "hybrid": (*tiny_run("hybrid", "model.pattern=M-M*"), *HIGH),
+    "hyena": (*tiny_run("hyena", "model.filters.groups=32"), *HIGH),
+}
+"""Runs of families whose scans and convolutions mix tokens, too."""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", OTHERS)
+@pytest.mark.parametrize(
+    ("count", "more"),
+    [
+        (2, ()),
+        (2, ("train.document_mask=true",)),
+        (2, ("train.document_mask=true", "model.recompute=true")),
+        (2, ("train.compile=true",)),
+        (4, ("parallel.pp=2",)),
+    ],
+    ids=["alone", "documents", "recomputed documents", "compiled", "stages"],
+)
+def test_scans_and_convolutions_over_chunks_are_those_of_whole_sequences(
+    ranks: Ranks, family: str, count: int, more: tuple[str, ...]
+) -> None:
+    options = (*OTHERS[family], *(word for word in more if not word.startswith("parallel.")))
+    ranks.train(count, "chunks", *options, *more, "parallel.cp=2", patch=GRAPHS)
+    close(ranks, ranks.reference(*options, patch=GRAPHS), "chunks", 1e-6)
+
+
+@pytest.mark.long
+def test_a_state_is_passed_on_beside_tensor_parallelism(ranks: Ranks) -> None:
+    for family, words in {
+        "hybrid": ("model.kv_heads=2", "model.scan.groups=2", "model.scan.heads=4"),
+        "hyena": (),
+    }.items():
+        options = (*OTHERS[family], *words)
+        ranks.train(4, family, *options, "parallel.cp=2", "parallel.tp=2")
+        close(ranks, ranks.reference(*options), family, 1e-5)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", OTHERS)
+def test_quantised_scans_and_convolutions_over_chunks_go_on_in_every_bit(
+    ranks: Ranks, family: str
+) -> None:
+    options = (*OTHERS[family], "recipe=nvfp4", "policy=all", "parallel.cp=2")
+    ranks.train(2, "whole", *options)
+    ranks.train(2, "parts", *options, "checkpoint.every=2", patch=DIES_AT_3)
+    ranks.train(2, "parts", *options, "checkpoint.every=2")
+    ranks.same("whole", "parts")
+
+
+MIXED = """
+import torch
+import torch.distributed as dist
+import fp4train
+from fp4train.models.common.chunks import SequenceRanks
+from fp4train.models.hybrid import Hybrid, ScanShape
+from fp4train.models.hyena import FilterShape, Hyena
+from fp4train.nn.ranks import Ranks
+from fp4train.precision import FP32, LayerPolicy
+
+time = int(arguments[0])
+scan = ScanShape(heads=8, head_dim=8, groups=2, chunk=16)
+filters = FilterShape(groups=33, medium=40)
+shapes = (
+    Hybrid(width=64, pattern="M-M*", heads=4, kv_heads=2, hidden=64, scan=scan),
+    Hyena(width=66, pattern="SDH*", heads=3, kv_heads=3, hidden=64, filters=filters),
+)
+torch.manual_seed(0)
+tokens = torch.randint(0, 257, (2, time + 1))
+tokens[:, ::23] = 0
+
+def passed(shape, documents, count=1, number=0):
+    torch.manual_seed(1)
+    model = fp4train.convert(shape.build(vocab_size=257, seq_len=time))
+    model.documents = documents
+    if count > 1:
+        sequence = SequenceRanks(Ranks(group=None, rank=number, size=count), recomputes=False)
+        for module in model.modules():
+            if hasattr(module, "sequence"):
+                module.sequence = sequence
+    parts = (x.chunk(count, 1)[number].contiguous() for x in (tokens[:, :-1], tokens[:, 1:]))
+    with fp4train.autocast(FP32(), policy=LayerPolicy(last=0), step=0):
+        loss = model(*parts)
+    loss.backward()
+    return [loss.detach(), *(weight.grad for weight in model.parameters())]
+
+for shape in shapes:
+    for documents in (None, 0):
+        errors = []
+        for one, mean in zip(
+            passed(shape, documents), passed(shape, documents, world, rank), strict=True
+        ):
+            dist.all_reduce(mean)
+            errors.append(((mean / world - one).norm() / one.norm()).item())
+        report(max(errors))
+"""
+
+
+@pytest.mark.parametrize(("count", "time"), [(2, 96), pytest.param(3, 6, marks=pytest.mark.long)])
+def test_gradients_of_scans_and_convolutions_over_chunks_are_those_of_whole_sequences(
+    ranks: Ranks, count: int, time: int
+) -> None:
+    """With documents and without; also where chunks are shorter than filters, and the ranks have
+    other numbers of channels.
+    """
+    for errors in ranks.program(MIXED, count, str(time)):
+        assert len(errors) == 4 and max(errors) < 1e-6
+
+
+def test_a_model_that_does_not_say_that_it_takes_chunks_is_refused() -> None:
+    with pytest.raises(UserError, match=r"parallel.cp=2: Linear does not say .* use parallel.cp=1"):
+        check_sequences(torch.nn.Linear(1, 1), 2)
+
+
 FREED = """
 import weakref
 import torch
 from fp4train.models.common import chunks
 from fp4train.nn.ranks import Ranks
 
-gathered, gather = [], chunks._gathered
+gathered, join = [], chunks._joined
 
-def noted(*arguments):
-    tensors = gather(*arguments)
+def noted(parts):
+    tensors = join(parts)
     gathered.extend(map(weakref.ref, tensors))
     return tensors
 
-chunks._gathered = noted
+chunks._joined = noted
 q, k, v = (torch.randn(1, 2, 16, 8, requires_grad=True) for _ in range(3))
 sequence = chunks.SequenceRanks(Ranks(group=None, rank=rank, size=world), recomputes=False)
 y = sequence.attended(q, k, v, None)

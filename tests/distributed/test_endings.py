@@ -42,10 +42,6 @@ Ranks = Any
             "run.dir is runs/a0 on rank 0 and runs/a1 on rank 1",
             marks=pytest.mark.long,
         ),
-        (
-            ["parallel.cp=2", "model=hybrid_tiny"],
-            "parallel.cp=2: HybridModel does not say that attention alone mixes the tokens",
-        ),
         pytest.param(
             ["parallel.cp=2", "train.seq_len=48"],
             "parallel.cp=2: sequences of train.seq_len=48 tokens must be chunks of whole blocks, "

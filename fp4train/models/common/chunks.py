@@ -1,12 +1,20 @@
 """Context parallelism: ranks that each have a chunk of every sequence.
 
-Of n ranks the one with index r has the tokens r·T/n … (r + 1)·T/n − 1. All parts of a model but
-attention act on each token alone. Before the product of attention the keys and values of all chunks
+Of n ranks the one with index r has the tokens r·T/n … (r + 1)·T/n − 1. What acts on each token
+alone needs no others.
+
+Attention: before the product of attention the keys and values of all chunks
 are gathered along time, as in Llama 3 (arXiv:2407.21783, section 3.3.2); a rank takes those up to
 its own last token. They are freed after the product and gathered again in backward. Each rank then
 sends every other one the gradients for that one's keys and values, which adds up the chunks' from
 the last to the first: the order in which autograd adds those of one process that passes the chunks
 one after another. So n ranks have its bits.
+
+Recurrences: ranks gather their states after their chunks, from zeros before them, with the factors
+of what was before, and each combines those of the chunks before its own (arXiv:2405.21060, section
+8.2). Convolutions of a few taps get the last inputs before a chunk. Those that are as long as the
+sequence exchange all tokens of a rank in all channels for all of the sequence in channels of its
+own (arXiv:2503.01868).
 """
 
 from __future__ import annotations
@@ -24,6 +32,7 @@ from torch.autograd.function import once_differentiable
 
 from fp4train.backends import widened
 from fp4train.models.common.lower_right import attend_last
+from fp4train.models.common.untraced import untraced
 from fp4train.nn.ranks import Ranks
 
 
@@ -38,13 +47,22 @@ class SequenceRanks:
         self.ranks = ranks
         self._recomputes = recomputes
 
+    def first(self, x_BT: Tensor) -> int:
+        """The position in the whole sequence of the first token of this rank's chunk [B, T, …]."""
+        return self.ranks.rank * x_BT.shape[1]
+
+    @untraced
+    def whole_rows(self, x_BT: Tensor) -> Tensor:
+        """x [B, n·T] of all chunks, without gradients."""
+        return self.ranks.gather_rows(x_BT[None]).movedim(0, 1).flatten(1)
+
     def until_here(self, x_BT: Tensor | None) -> Tensor | None:
         """bool [B, (r + 1)·T]: x of the chunks up to this rank's, from bool [B, T] of each."""
         if x_BT is None:
             return None
-        chunks = self.ranks.gather_rows(x_BT.byte()[None])[: self.ranks.rank + 1]
-        return chunks.movedim(0, 1).flatten(1).bool()
+        return self.whole_rows(x_BT.byte())[:, : self.first(x_BT) + x_BT.shape[1]].bool()
 
+    @untraced
     def attended(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         """Attention of this rank's queries [B, H, T, E] over the tokens up to each; keys and values
         [B, H', T, E] are those of its chunk.
@@ -52,30 +70,97 @@ class SequenceRanks:
         Args:
             mask: bool [B, 1, T, (r + 1)·T], of the tokens that each one attends to; None: all.
         """
-        if torch.compiler.is_dynamo_compiling():
-            from fp4train.precision import compile_context
-
-            compiled: Tensor = compile_context.call(self._attended, q, k, v, mask)
-            return compiled
-        return self._attended(q, k, v, mask)
-
-    def _attended(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         again = None
         if torch.is_grad_enabled() and not self._recomputes:
             again = _GatheredAgain(k.detach(), v.detach(), self.ranks)
-        keys, values = _Gathered.apply(k, v, self.ranks, again)  # type: ignore[no-untyped-call]
+        keys, values = _joined(_chunks(torch.stack((k, v)), self.ranks, again))
         with nullcontext() if again is None else _freed(keys, values, again):
             if mask is None and self.ranks.rank:
                 return widened(attend_last, q, keys, values)
-            return widened(
-                F.scaled_dot_product_attention,
-                q,
-                keys,
-                values,
-                attn_mask=mask,
-                is_causal=mask is None,
-                enable_gqa=q.shape[1] != k.shape[1],
-            )
+            return attend(q, keys, values, mask, causal=mask is None)
+
+    @untraced
+    def window(self, x_BTC: Tensor, size: int) -> Tensor:
+        """The `size` inputs [B, size, C] before this rank's chunk x of them; zeros before the first."""
+        ends = self._before(x_BTC[:, -size:]).movedim(0, 1).flatten(1, 2)
+        return F.pad(ends, (0, 0, size, 0))[:, -size:]
+
+    @untraced
+    def entering(self, state: Tensor, decay: Tensor) -> Tensor:
+        """The state of a recurrence before this rank's chunk.
+
+        Args:
+            state: after this chunk, from zeros before it, [B, H, …].
+            decay: the factor of the state before this chunk in that after it, [B, H].
+        """
+        before: Tensor
+        before, *chunks = self._before(torch.cat((decay[..., None], state.flatten(2)), 2))
+        for chunk in chunks:
+            before = before * chunk[..., :1] + chunk
+        return before[..., 1:].view_as(state)
+
+    def _before(self, x: Tensor) -> Tensor:
+        """Zeros, and x of the chunks before this rank's: [r + 1, …]. On the first rank, too, it
+        depends on the gathered chunks: all ranks take part in the backward pass.
+        """
+        return torch.cat((torch.zeros_like(x)[None], _chunks(x, self.ranks)))[:-1]
+
+    @untraced
+    def channels(self, x_BTC: Tensor, unit: int) -> Tensor:
+        """x [B, n·T, c] of all tokens in this rank's channels of `unit` elements each, from [B, T, C]
+        of its tokens in all channels. The last ranks may have channels of zeros.
+        """
+        return self._exchanged(self._padded(x_BTC, unit), 2, 1)
+
+    @untraced
+    def tokens(self, x_BTC: Tensor, width: int) -> Tensor:
+        """x [B, T, width] of this rank's tokens in all channels, from [B, n·T, c] of all tokens in
+        its channels.
+        """
+        return self._exchanged(x_BTC, 1, 2)[..., :width]
+
+    def part(self, x: Tensor, unit: int) -> Tensor:
+        """The rows of x for this rank's channels, `unit` of each."""
+        padded = self._padded(x.movedim(0, -1), unit)
+        return padded.chunk(self.ranks.size, -1)[self.ranks.rank].movedim(-1, 0)
+
+    def _padded(self, x: Tensor, unit: int) -> Tensor:
+        return F.pad(x, (0, -x.shape[-1] % (unit * self.ranks.size)))
+
+    def _exchanged(self, x: Tensor, cut: int, joined: int) -> Tensor:
+        """The parts of x along `cut` go to the ranks; those from them are joined along `joined`."""
+        parts = torch.stack(x.chunk(self.ranks.size, cut))
+        parts = _Exchanged.apply(parts, self.ranks)  # type: ignore[no-untyped-call]
+        return torch.cat(parts.unbind(), joined)
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    *,
+    causal: bool,
+    sequence: SequenceRanks | None = None,
+) -> Tensor:
+    """Attention [B, H, T, E] of queries to keys and values [B, H', S, E]; H' divides H.
+
+    Args:
+        mask: bool, of the tokens that each one attends to.
+        causal: whether those are the ones up to itself.
+        sequence: the ranks that have a chunk of every sequence each.
+    """
+    if sequence is not None:
+        return sequence.attended(q, k, v, mask)
+    return widened(
+        F.scaled_dot_product_attention,
+        q,
+        k,
+        v,
+        attn_mask=mask,
+        is_causal=causal,
+        enable_gqa=q.shape[1] != k.shape[1],
+    )
 
 
 class _GatheredAgain:
@@ -91,7 +176,7 @@ class _GatheredAgain:
 
     def __call__(self, which: int) -> Tensor:
         if self._both is None:
-            self._both = _gathered(*self._own, self._ranks)
+            self._both = _joined(_gathered(torch.stack(self._own), self._ranks))
         return self._both[which]
 
     def end(self) -> None:
@@ -119,33 +204,54 @@ def _freed(keys: Tensor, values: Tensor, again: _GatheredAgain) -> Iterator[None
         yield
 
 
-def _gathered(k: Tensor, v: Tensor, ranks: Ranks) -> tuple[Tensor, Tensor]:
-    """Keys and values [B, H, (r + 1)·T, E] of the chunks up to this rank's."""
-    chunk = torch.stack((k, v))
-    chunks = ranks.gather_rows(chunk).view(ranks.size, *chunk.shape)
-    keys, values = chunks[: ranks.rank + 1].movedim(0, 3).flatten(3, 4)
+def _gathered(x: Tensor, ranks: Ranks) -> Tensor:
+    """x [r + 1, …] of the chunks up to this rank's."""
+    return ranks.gather_rows(x[None])[: ranks.rank + 1]
+
+
+def _joined(chunks: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values [B, H, (r + 1)·T, E] from [r + 1, 2, B, H, T, E]."""
+    keys, values = chunks.movedim(0, 3).flatten(3, 4)
     return keys, values
+
+
+def _chunks(x: Tensor, ranks: Ranks, again: _GatheredAgain | None = None) -> Tensor:
+    """`_gathered`, differentiable."""
+    chunks: Tensor = _Gathered.apply(x, ranks, again)  # type: ignore[no-untyped-call]
+    return chunks
 
 
 class _Gathered(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, k: Tensor, v: Tensor, ranks: Ranks, again: _GatheredAgain | None
-    ) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, x: Tensor, ranks: Ranks, again: _GatheredAgain | None) -> Tensor:
         ctx.ranks = ranks
         ctx.again = again
-        return _gathered(k, v, ranks)
+        return _gathered(x, ranks)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dk: Tensor, dv: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None, None]:
         if ctx.again is not None:
             ctx.again.end()
         rank: int = ctx.ranks.rank
         later: int = ctx.ranks.size - rank
-        chunks = torch.stack(torch.stack((dk, dv)).chunk(rank + 1, 3))
         sent = [1] * (rank + 1) + [0] * (later - 1)
-        *earlier, total = ctx.ranks.exchange(chunks, sent, [0] * rank + [1] * later)
+        *earlier, total = ctx.ranks.exchange(dx, sent, [0] * rank + [1] * later)
         for chunk in reversed(earlier):
             total = total + chunk
-        return total[0], total[1], None, None
+        return total, None, None
+
+
+class _Exchanged(torch.autograd.Function):
+    """Each rank gets the parts [n, …] that the ranks have for it."""
+
+    @staticmethod
+    def forward(ctx: Any, parts: Tensor, ranks: Ranks) -> Tensor:
+        ctx.ranks = ranks
+        one_each = [1] * ranks.size
+        return ranks.exchange(parts, one_each, one_each)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, parts: Tensor) -> tuple[Tensor, None]:
+        return _Exchanged.forward(ctx, parts, ctx.ranks), None

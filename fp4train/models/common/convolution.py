@@ -39,13 +39,16 @@ def short_convolution(
     *,
     window_BKC: Tensor | None = None,
     document_BT: Tensor | None = None,
+    first: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """(y [B, T, C], the last K − 1 inputs); the last column of the weight multiplies the token
     itself.
 
     Args:
         window_BKC: the K − 1 inputs before x; None: zeros.
-        document_BT: a number per token; a token sees none with another. None: all have the same.
+        document_BT: the position at which each token's document begins; a token sees none of
+            another. None: all are of one.
+        first: position of the first token of x.
     """
     kernel = weight_CK.shape[-1]
     time = x_BTC.shape[1]
@@ -58,8 +61,8 @@ def short_convolution(
         tap = kernel - 1 - back
         term = weight_CK[:, tap] * all_BSC[:, tap : tap + time]
         if document_BT is not None:
-            same = document_BT[:, back:] == document_BT[:, :-back]
-            term = term * F.pad(same, (min(back, time), 0))[..., None]
+            seen = torch.arange(first - back, first - back + time, device=x_BTC.device)
+            term = term * (document_BT <= seen)[..., None]
         y = y + term
     return y, all_BSC[:, time:]
 

@@ -63,8 +63,10 @@ class Decoder(Fusible, nn.Module):
     """The parameters that tensor parallelism cuts in segments, by name; set when the model is
     cut.
     """
-    attends_alone = False
-    """Whether attention alone mixes the tokens of a sequence, so that ranks may have chunks of it."""
+    takes_chunks = False
+    """Whether all modules that mix the tokens of a sequence have an attribute `sequence`, so that
+    ranks may have chunks of it.
+    """
     sequence: SequenceRanks | None = None
     """The ranks that have a chunk of every sequence each; set when sequences are cut."""
     documents: int | None = None

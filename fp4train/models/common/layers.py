@@ -14,12 +14,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fp4train.backends import widened
 from fp4train.models.common.cache import KeyValues, seen_mask
-from fp4train.models.common.chunks import SequenceRanks
+from fp4train.models.common.chunks import SequenceRanks, attend
 from fp4train.models.common.cut import TokenRanks, shared_by, summed_statistic
 from fp4train.models.common.operators import Fusible, Operation
 from fp4train.parameters import ParameterSpec, Split, inside, linear, norm
@@ -248,24 +246,12 @@ class Attention(Fusible, nn.Module):
         v = v.view(-1, time, self.kv_heads, self.head_dim).transpose(1, 2)
         if cos_TE is not None and sin_TE is not None:
             q, k = self.operators.rotate(q, k, cos_TE, sin_TE)
-        grouped = self.kv_heads != self.heads
         causal = mask_BTT is None
         mask = mask_BTT
         if cache is not None:
             k, v = cache.extended(k, v)
             causal = k.shape[2] == time
             mask = seen_mask(time, k.shape[2], k.device)
-        if self.sequence is not None:
-            y = self.sequence.attended(q, k, v, mask)
-        else:
-            y = widened(
-                F.scaled_dot_product_attention,
-                q,
-                k,
-                v,
-                attn_mask=mask,
-                is_causal=causal,
-                enable_gqa=grouped,
-            )
+        y = attend(q, k, v, mask, causal=causal, sequence=self.sequence)
         out: Tensor = self.wo(y.transpose(1, 2).flatten(2))
         return out

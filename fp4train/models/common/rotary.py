@@ -254,7 +254,7 @@ class RotaryDecoder(FamilyDecoder):
 class AttentionDecoder(RotaryDecoder):
     """A decoder whose blocks are all rotary attention and an MLP."""
 
-    attends_alone = True
+    takes_chunks = True
 
     def fp4train_cache(self, length: int) -> DecodeCache:
         """Keys and values of each block."""

@@ -14,7 +14,7 @@ state, C chunks, L tokens of a chunk, R heads of a group.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any
@@ -25,10 +25,12 @@ from torch import Tensor, nn
 
 from fp4train.keys import CHANGES_DIGITS
 from fp4train.models.common import scan_kernels
+from fp4train.models.common.chunks import SequenceRanks
 from fp4train.models.common.convolution import first_of_document, short_convolution
 from fp4train.models.common.cut import HoldsParts
 from fp4train.models.common.operators import Operation
 from fp4train.models.common.scan_kernels import CHOICES
+from fp4train.models.common.untraced import untraced
 from fp4train.parameters import ONES, Initial, Numbered, ParameterSpec, Split, Uniform, linear
 from fp4train.text import check_choice, check_least
 
@@ -251,6 +253,9 @@ class Mamba2(HoldsParts, nn.Module):
         eps: ε of the norm, which normalises the channels of each group.
     """
 
+    sequence: SequenceRanks | None = None
+    """The ranks that have a chunk of every sequence each; set when sequences are cut."""
+
     def __init__(self, shape: ScanShape, *, width: int, eps: float) -> None:
         super().__init__()
         self.kernels = shape.kernels
@@ -323,7 +328,7 @@ class Mamba2(HoldsParts, nn.Module):
         z, mixed, dt = torch.split(projected_BTN, [inner, mixed_size, self.heads], -1)
         deterministic = torch.are_deterministic_algorithms_enabled()
         no_scan, no_convolution = self.missing
-        fused = kept is None and no_scan is None
+        fused = kept is None and self.sequence is None and no_scan is None
         fused = (
             fused
             and scan_kernels.why_torch(self.kernels, projected_BTN.device.type, deterministic)
@@ -333,14 +338,17 @@ class Mamba2(HoldsParts, nn.Module):
         if convolves and scan_kernels.why_torch_convolves(self.taps, mixed_size) is None:
             weight = self.held(self.conv1d.weight)[:, 0]
             bias = self.held(self.conv1d.bias)
-            mixed = _untraced(
-                scan_kernels.silu_of_convolution, mixed.float(), weight, bias, document_BT
-            )
+            convolve = untraced(scan_kernels.silu_of_convolution)
+            mixed = convolve(mixed.float(), weight, bias, document_BT)
             window = None
         else:
-            mixed, window = self.conv1d(
-                mixed.float(), None if kept is None else kept.window_BKC, document_BT
-            )
+            mixed = mixed.float()
+            first = 0
+            before = None if kept is None else kept.window_BKC
+            if self.sequence is not None:
+                first = self.sequence.first(mixed)
+                before = self.sequence.window(mixed, self.taps - 1)
+            mixed, window = self.conv1d(mixed, before, document_BT, first)
             mixed = F.silu(mixed)
         x, b, c = torch.split(mixed, self.mixed_sizes, -1)
         x = x.reshape(*x.shape[:2], self.heads, -1)
@@ -348,7 +356,7 @@ class Mamba2(HoldsParts, nn.Module):
         dt = F.softplus(dt.float() + self.held(self.dt_bias)).clamp(min=self.least_step)
         a_H = -self.held(self.A_log).exp()
         if fused:
-            y = _untraced(scan_kernels.scan, x, dt, a_H, b, c, self.chunk, document_BT)
+            y = untraced(scan_kernels.scan)(x, dt, a_H, b, c, self.chunk, document_BT)
         else:
             y, state = scan(
                 x * dt[..., None],
@@ -359,6 +367,8 @@ class Mamba2(HoldsParts, nn.Module):
                 state_BHPN=None if kept is None else kept.state_BHPN,
                 document_BT=document_BT,
             )
+            if self.sequence is not None:
+                y = y + self._of_earlier_chunks(state, a_H * dt, c, document_BT)
             if kept is not None:
                 kept.state_BHPN = state
                 kept.window_BKC = window
@@ -368,6 +378,25 @@ class Mamba2(HoldsParts, nn.Module):
         out: Tensor = self.out_proj((self.held(self.norm.weight) * y).to(dtype))
         return out
 
+    def _of_earlier_chunks(
+        self, state_BHPN: Tensor, a_BTH: Tensor, c_BTGN: Tensor, document_BT: Tensor | None
+    ) -> Tensor:
+        """The term of y of the tokens in the chunks of ranks before, [B, T, H, P].
+
+        Args:
+            state_BHPN: after this chunk, from zeros before it.
+            document_BT: the position at which each token's document begins.
+        """
+        assert self.sequence is not None
+        decay_BTH = running_sums(a_BTH.mT).exp().mT
+        if document_BT is not None:
+            decay_BTH = decay_BTH * (document_BT < self.sequence.first(a_BTH))[..., None]
+        state_BHPN = self.sequence.entering(state_BHPN, decay_BTH[:, -1])
+        state_BGRN = state_BHPN.reshape(state_BHPN.shape[0], self.groups, -1, self.state)
+        y_BTGR = (c_BTGN.transpose(1, 2) @ state_BGRN.mT).transpose(1, 2)
+        y: Tensor = y_BTGR.reshape(*decay_BTH.shape, -1) * decay_BTH[..., None]
+        return y
+
     def fp4train_operations(self) -> Sequence[Operation]:
         """The scan."""
         width = self.heads * self.head_dim
@@ -376,6 +405,8 @@ class Mamba2(HoldsParts, nn.Module):
     def _software(self, device: str, deterministic: bool) -> str:
         """Software that computes the scan and its convolution on devices of this type, in words."""
         why = scan_kernels.why_torch(self.kernels, device, deterministic)
+        if self.sequence is not None:
+            why = "mamba-ssm's kernels begin with no state, and parallel.cp cuts sequences"
         if why := why or scan_kernels.why_missing(scan_kernels.SCAN):
             return f"scans by torch: {why}"
         why = scan_kernels.why_torch_convolves(self.taps, sum(self.mixed_sizes))
@@ -388,16 +419,6 @@ class Mamba2(HoldsParts, nn.Module):
             f"scans by {scan_kernels.version(scan_kernels.SCAN)}, their convolutions by "
             f"{convolution}"
         )
-
-
-def _untraced(function: Callable[..., Tensor], *args: object) -> Tensor:
-    """`function(*args)`, outside of torch.compile's graphs."""
-    if not torch.compiler.is_dynamo_compiling():
-        return function(*args)
-    from fp4train.precision import compile_context
-
-    result: Tensor = compile_context.call(function, *args)
-    return result
 
 
 class NormWeight(nn.Module):
@@ -422,17 +443,15 @@ class CausalConvolution(HoldsParts, nn.Conv1d):
         """Nothing is drawn."""
 
     def forward(  # type: ignore[override]
-        self, x_BTC: Tensor, window_BKC: Tensor | None, document_BT: Tensor | None
+        self,
+        x_BTC: Tensor,
+        window_BKC: Tensor | None,
+        document_BT: Tensor | None,
+        first: int = 0,
     ) -> tuple[Tensor, Tensor]:
-        """(y [B, T, C], the last K − 1 inputs).
-
-        Args:
-            window_BKC: the K − 1 inputs before x; None: zeros.
-            document_BT: a number per token; a token sees none with another. None: all have the
-                same.
-        """
+        """`short_convolution` with the weight and bias."""
         weight = self.held(self.weight)[:, 0]
         bias = self.held(self.bias)
         return short_convolution(
-            x_BTC, weight, bias, window_BKC=window_BKC, document_BT=document_BT
+            x_BTC, weight, bias, window_BKC=window_BKC, document_BT=document_BT, first=first
         )

@@ -159,6 +159,7 @@ class HybridBlock(nn.Module):
 class HybridModel(FamilyDecoder):
     """A hybrid of one shape."""
 
+    takes_chunks = True
     shape: Hybrid
 
     def new_blocks(self) -> Iterator[HybridBlock]:

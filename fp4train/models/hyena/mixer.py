@@ -21,8 +21,8 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from fp4train.backends import widened
 from fp4train.models.common import HoldsParts, KeyValues, rotate, seen_mask
+from fp4train.models.common.chunks import SequenceRanks, attend
 from fp4train.models.common.convolution import (
     first_of_document,
     long_convolution,
@@ -139,8 +139,12 @@ class ConvolutionState:
 
 class GatedConvolution(HoldsParts, nn.Module):
     """A mixer `S`, `D` or `H`: x [B, T, D] → [B, T, D]. Tensor-parallel ranks have channels of
-    their own.
+    their own. Ranks that have chunks of the sequence exchange them before the convolutions for all
+    tokens in channels of their own, and exchange the products back.
     """
+
+    sequence: SequenceRanks | None = None
+    """The ranks that have a chunk of every sequence each; set when sequences are cut."""
 
     def __init__(self, width: int, kind: str, filters: FilterShape) -> None:
         super().__init__()
@@ -154,6 +158,7 @@ class GatedConvolution(HoldsParts, nn.Module):
         else:
             taps = filters.short if kind == "S" else filters.medium
             self.taps = nn.Parameter(torch.empty(filters.groups, 1, taps))
+            self.channels_of_filter = width // filters.groups
         if kind == "S":
             self.direct = None
         else:
@@ -183,10 +188,16 @@ class GatedConvolution(HoldsParts, nn.Module):
             time: T.
         """
         projected = self.in_proj(x)
+        projected = projected.view(-1, time, projected.shape[-1])
+        channels = projected.shape[-1] // 3
         document_BT = first_of_document(mask_BTT)
+        if self.sequence is not None:
+            projected = self.sequence.channels(projected, 3)
+            if document_BT is not None:
+                document_BT = self.sequence.whole_rows(document_BT)
         features, window = short_convolution(
-            projected.float().view(-1, time, projected.shape[-1]),
-            self.held(self.featuriser)[:, 0],
+            projected.float(),
+            self._of_channels(self.held(self.featuriser)[:, 0], 3),
             window_BKC=None if kept is None else kept.features_BKC,
             document_BT=document_BT,
         )
@@ -196,16 +207,23 @@ class GatedConvolution(HoldsParts, nn.Module):
         u = k * v
         y = (self._long if self.kind == "H" else self._explicit)(u, kept, document_BT)
         if self.direct is not None:
-            y = y + self.held(self.direct) * u
-        out: Tensor = self.out_proj((q * y).to(projected.dtype))
+            y = y + self._of_channels(self.held(self.direct)) * u
+        y = (q * y).to(projected.dtype)
+        if self.sequence is not None:
+            y = self.sequence.tokens(y, channels)
+        out: Tensor = self.out_proj(y)
         return out
+
+    def _of_channels(self, x: Tensor, unit: int = 1) -> Tensor:
+        """The rows of x, `unit` for each channel, of the channels that this rank convolves."""
+        return x if self.sequence is None else self.sequence.part(x, unit)
 
     def _explicit(
         self, u_BTC: Tensor, kept: ConvolutionState | None, document_BT: Tensor | None
     ) -> Tensor:
         """Taps * u, and in the cache the last inputs."""
         taps = self.held(self.taps)[:, 0]
-        taps = taps.repeat_interleave(u_BTC.shape[-1] // taps.shape[0], 0)
+        taps = self._of_channels(taps.repeat_interleave(self.channels_of_filter, 0))
         window_before = None if kept is None else kept.window_BKC
         if self.kind == "S":
             y, window = short_convolution(
@@ -227,8 +245,8 @@ class GatedConvolution(HoldsParts, nn.Module):
         self, u_BTC: Tensor, kept: ConvolutionState | None, document_BT: Tensor | None
     ) -> Tensor:
         """The sum of exponentials * u, and in the cache the state."""
-        log_poles = self.held(self.log_poles)[..., 0]
-        residues = self.held(self.residues)
+        log_poles = self._of_channels(self.held(self.log_poles)[..., 0])
+        residues = self._of_channels(self.held(self.residues))
         time = u_BTC.shape[1]
         y = long_convolution(u_BTC, modal_filter(log_poles, residues, time), document_BT)
         if kept is not None:
@@ -247,6 +265,9 @@ class FusedAttention(nn.Module):
         heads: their number.
         head_dim: elements of a head.
     """
+
+    sequence: SequenceRanks | None = None
+    """The ranks that have a chunk of every sequence each; set when sequences are cut."""
 
     def __init__(self, *, width: int, heads: int, head_dim: int) -> None:
         super().__init__()
@@ -282,8 +303,6 @@ class FusedAttention(nn.Module):
             k, v = kept.extended(k, v)
             causal = k.shape[2] == time
             mask = seen_mask(time, k.shape[2], k.device)
-        y = widened(
-            nn.functional.scaled_dot_product_attention, q, k, v, attn_mask=mask, is_causal=causal
-        )
+        y = attend(q, k, v, mask, causal=causal, sequence=self.sequence)
         out: Tensor = self.out_proj(y.transpose(1, 2).flatten(2))
         return out

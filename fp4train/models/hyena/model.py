@@ -192,6 +192,7 @@ class HyenaBlock(nn.Module):
 class HyenaModel(RotaryDecoder):
     """A StripedHyena 2 of one shape."""
 
+    takes_chunks = True
     shape: Hyena
 
     last_norm = RootNorm
