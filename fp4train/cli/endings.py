@@ -33,6 +33,9 @@ def table(jobs: Sequence[SweepJob]) -> str:
     recipes = {}
     points: list[tuple[SweepJob, RunSummary | None]] = []
     for job in jobs:
+        if job.other_run:
+            points.append((job, None))
+            continue
         summary = None
         with suppress(UserError):  # it logged nothing
             history = read_history(job.config.run.dir)

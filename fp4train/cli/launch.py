@@ -54,12 +54,14 @@ class SweepJob:
         point: overrides that other points do not share.
         ending: remark on an end that is not as it should be; empty: there is none.
         metrics: the last value of every key, of a run that came to its end.
+        other_run: True: its directory holds a run of another configuration.
     """
 
     point: str
     config: Config
     ending: str = "failed"
     metrics: Mapping[str, float | str] = field(default_factory=dict)
+    other_run: bool = False
 
 
 def launch(arguments: list[str], task: Callable[[Command], int]) -> int:

@@ -8,6 +8,8 @@ it needs no network (docs/report.md).
   figures=svg,pdf  its figures as files beside it, too: report-curves.pdf, …;
                    .png, .svg and .pdf
   width=6.3        inches of these files
+  labels=A,B       names of the runs, in the order of the command: one for each
+                   RUN, or for those that differ in run.seed only
 """
 
 import logging
@@ -30,16 +32,17 @@ class ReportOptions(CommandLine):
     out: Path = Path("report.html")
     figures: tuple[Literal["png", "svg", "pdf"], ...] = ()
     width: Width = PICTURE
+    labels: tuple[str, ...] = ()
 
 
 def main(arguments: list[str]) -> int:
     """Write the file and print its path and size; returns the exit code."""
     line = read_line(arguments, ReportOptions, __doc__)
     out = line.out
-    runs = baseline_first(line.runs, line.baseline)
+    runs = max(line.runs, baseline_first(line.runs, line.baseline), key=len)
     if not runs:
         raise UserError(f"report needs run directories: {line.usage}")
-    report = read_report(runs, out)
+    report = read_report(runs, out, line.labels, line.baseline)
     report.write(out)
     files = report.write_figures(out, line.figures, line.width)
     for problem in report.problems:

@@ -180,6 +180,8 @@ def _trained(command: Command, world: World, console: Console | None, job: Sweep
         try:
             origin = find_origin(command, world)
         except OtherRunError:
+            if job is not None:
+                job.other_run = True
             from fp4train.run.planned import check_possible
 
             check_possible(config)  # what is wrong with the command itself comes first

@@ -31,7 +31,7 @@ from fp4train.data.packing import Learned, pack
 from fp4train.data.records import parsed, read_objects
 from fp4train.data.source import TextSource
 from fp4train.data.stored import ShardedIds, TokenIds
-from fp4train.data.template import MARKERS, ChatTemplate, find_template
+from fp4train.data.template import MARKERS, ChatTemplate, find_template, kept_template
 from fp4train.data.token_array import TokenArray
 from fp4train.data.tokenizers import Pretrained
 from fp4train.data.tokens import (
@@ -91,8 +91,10 @@ class Chat(TextSource):
     def corpus(self, run_dir: Path) -> "_Conversations":
         paths = record_files(self.path)
         folder = None
-        if isinstance(self.tokenizer, Pretrained) and not is_hub_name(self.tokenizer.name):
+        if isinstance(self.tokenizer, Pretrained):
             folder = self.tokenizer.name
+            if is_hub_name(folder):
+                folder = None if kept_template(run_dir) else str(self.tokenizer.folder)
         template = find_template(self.template, folder, run_dir)
         return _Conversations(self, paths, template)
 

@@ -36,6 +36,8 @@ CHATML = (
 MARKERS = ("<|im_start|>", "<|im_end|>")
 KEPT = "chat_template.json"
 """The copy in a run's directory."""
+TEMPLATE = "chat_template.jinja"
+"""The template beside a tokenizer.json."""
 _LIMIT = 1 << 20
 _BEFORE = "2024-07-26T00:00:00"
 """The time of copies that name none: what Llama 3.2 writes where it knows no day."""
@@ -138,6 +140,11 @@ def find_template(path: str | None, tokenizer: str | None, run_dir: Path) -> Cha
         of_folder = None
         if tokenizer is not None:
             of_folder = _of_tokenizer(Path(tokenizer))
+            if of_folder is None:
+                _log.warning(
+                    "%s has no chat template: ChatML is taken (data.template=FILE names another)",
+                    tokenizer,
+                )
         template = of_folder or ChatTemplate(source=CHATML)
     template.save(run_dir)
     return template
@@ -189,7 +196,7 @@ def _of_tokenizer(place: Path) -> ChatTemplate | None:
     """The template beside a tokenizer.json, with the texts of its special tokens."""
     folder = _folder(place)
     settings = read_settings(folder)
-    beside = folder / "chat_template.jinja"
+    beside = folder / TEMPLATE
     source: Any = settings.get("chat_template")
     if beside.is_file():
         source = _text(beside)
@@ -220,4 +227,4 @@ def _special(settings: Mapping[str, Any]) -> dict[str, str]:
 
 def _text(path: Path) -> str:
     with data_errors(OSError, ValueError, before=f"{path} cannot be read: "):
-        return files.read(path, _LIMIT).decode()
+        return files.read(path.resolve(), _LIMIT).decode()

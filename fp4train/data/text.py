@@ -4,7 +4,7 @@ their names.
 Tokenised once into the cache, known there by the files' names and stamps (`stored.py`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -14,7 +14,10 @@ from fp4train.data.compressed import plain_name
 from fp4train.data.files import input_files, read_pieces, shown, stamp
 from fp4train.data.parts import CorpusPart, joined_parts
 from fp4train.data.source import Texts, TextSource, Workers, check_workers
+from fp4train.errors import DataError
 from fp4train.paths import CacheFolder, DataPaths
+
+RECORDS = (".jsonl", ".ndjson", ".json", ".parquet", ".csv", ".tsv")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,18 +39,25 @@ class Text(TextSource):
                 f"data.suffixes={self.suffixes!r}: a list is needed, for instance "
                 "data.suffixes=[.txt,.py]"
             )
-        for path in (self.path,) if isinstance(self.path, str) else self.path:
+        self._refuse_records((self.path,) if isinstance(self.path, str) else self.path)
+
+    def _refuse_records(self, paths: Iterable[str]) -> None:
+        for path in paths:
             suffix = Path(plain_name(Path(path))).suffix
-            if suffix in (".jsonl", ".json", ".parquet") and suffix not in self.suffixes:
-                raise ValueError(
-                    f"data.path={path} holds records, whose syntax would be trained on: "
-                    f"data=hf data.path={path} "
-                    f"data.column=text reads their text (data.suffixes=[{suffix}]: as it is)"
+            if suffix in RECORDS and suffix not in self._suffixes:
+                raise DataError(
+                    f"data.path={path} holds records, whose syntax would be trained on: data=hf "
+                    "data.column=text reads the text of JSON Lines and Parquet "
+                    f"(data.suffixes=[{suffix}]: as it is)"
                 )
 
+    @property
+    def _suffixes(self) -> list[str]:
+        return [f".{suffix.lower().lstrip('.')}" for suffix in self.suffixes]
+
     def corpus(self, run_dir: Path) -> Texts:
-        suffixes = [f".{suffix.lower().lstrip('.')}" for suffix in self.suffixes]
-        paths = input_files(self.path, suffixes, "data.path")
+        paths = input_files(self.path, self._suffixes, "data.path")
+        self._refuse_records(map(str, paths))
 
         def parts() -> list[CorpusPart]:
             return joined_parts(

@@ -84,7 +84,7 @@ def _table(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     with data_errors(OSError, ValueError, before=f"{path} cannot be read: "):
-        text = files.read(path, _LIMIT).decode()
+        text = files.read(path.resolve(), _LIMIT).decode()
     refused = f"{path} is no JSON table: "
     with data_errors(ValueError, TypeError, RecursionError, before=refused, message=first_line):
         return dict(json.loads(text))

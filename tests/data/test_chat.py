@@ -12,8 +12,9 @@ import numpy as np
 import pyarrow.parquet
 import pytest
 from chats import END, TALKS, documents, source, talk, write
+from huggingface_hub.errors import EntryNotFoundError
 
-from fp4train.data import IGNORED, Chat, Loader, TokenArray, chat
+from fp4train.data import CHATML, IGNORED, Chat, Loader, Piece, TokenArray, chat, kept_template
 from fp4train.data.answers import VERSION
 from fp4train.data.tokenizers import BytePairs, Bytes, Pretrained
 from fp4train.errors import DataError
@@ -30,6 +31,33 @@ def test_every_conversation_is_there_once_and_its_answer_is_learned(tmp_path: Pa
         answer = answers.removesuffix("<|im_end|>\n")
         expected.remove((question, answer))
     assert not expected
+
+
+def test_the_template_of_a_hub_tokenizer_is_taken_and_chatml_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    BytePairs(vocab_size=300).build(lambda: iter([Piece("4 and 7 " * 99)]), tmp_path / "hub")
+    (tmp_path / "cache").mkdir()
+
+    def download(name: str, file: str, revision: str | None) -> str:
+        if not (tmp_path / "hub" / file).exists():
+            raise EntryNotFoundError(file)
+        link = tmp_path / "cache" / file
+        link.unlink(missing_ok=True)
+        link.symlink_to(tmp_path / "hub" / file)
+        return str(link)
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
+    path = write(tmp_path / "a.jsonl", TALKS)
+    for run, of_hub in (("first", False), ("second", True)):
+        if of_hub:
+            text = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+            (tmp_path / "hub/tokenizer_config.json").write_text(json.dumps({"chat_template": text}))
+        tokenizer = Pretrained(name="somebody/model", end_of_document="<|endoftext|>")
+        source(path, tokenizer=tokenizer).build(tmp_path / run, 128, 0)
+        kept = kept_template(tmp_path / run)
+        assert kept is not None and (kept.source == CHATML) is not of_hub
+    assert caplog.text.count("has no chat template: ChatML is taken") == 1
 
 
 def test_no_conversation_lies_in_two_sequences(tmp_path: Path) -> None:

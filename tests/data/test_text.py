@@ -28,6 +28,21 @@ def whole(data: TokenData) -> bytes:
     return bytes(0 if i == 256 else int(i) for i in ids)
 
 
+@pytest.mark.parametrize("name", ["a.csv", "a.ndjson", "a.jsonl.gz"])
+def test_records_that_a_pattern_finds_are_refused_as_those_that_are_named(
+    tmp_path: Path, name: str
+) -> None:
+    (tmp_path / "a").mkdir()
+    opened = gzip.open if name.endswith(".gz") else open
+    with opened(tmp_path / "a" / name, "wb") as file:
+        file.write(LINES.encode())
+    for path in (tmp_path / "a/*", tmp_path / "a" / name):
+        with pytest.raises(DataError, match="holds records, whose syntax would be trained on"):
+            build(path, tmp_path)
+    suffix = Path(name.removesuffix(".gz")).suffix
+    assert whole(build(tmp_path / "a/*", tmp_path, suffixes=[suffix])).startswith(b"line 0")
+
+
 def test_a_folder_is_read_in_the_order_of_names_each_file_a_document(tmp_path: Path) -> None:
     folder = tmp_path / "texts"
     (folder / "b").mkdir(parents=True)

@@ -107,7 +107,7 @@ WRONG = {
     "records instead of text": (
         ["data.path=a.jsonl"],
         "data.path=a.jsonl holds records, whose syntax would be trained on: data=hf "
-        "data.path=a.jsonl data.column=text",
+        "data.column=text",
     ),
     "a path from home": (["data.path=~/texts"], "write data.path=$HOME/texts"),
     "a quote without its other": (

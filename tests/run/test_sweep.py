@@ -43,6 +43,15 @@ def test_a_sweep_names_plans_and_losses_without_metrics_too(cli: Cli) -> None:
     assert "the train loss is that of the last batch" in ended.out
 
 
+def test_a_refused_job_has_no_losses_of_the_run_that_lies_there(cli: Cli) -> None:
+    command = ("-m", "run.seed=0,1", "run.name=s", "recipe=bf16", *STEADY)
+    assert cli(*command, "train.steps=1").code == 0
+    ended = cli(*command, "train.steps=2")
+    assert ended.code == 1 and "over seeds" not in ended.out
+    rows = [line.split() for line in ended.out.splitlines() if line.startswith("run.seed=")]
+    assert [row[2:4] + row[5:] for row in rows] == [["-", "-", "failed"]] * 2
+
+
 @pytest.mark.long
 def test_the_sweep_of_an_experiment_can_be_left_out() -> None:
     command = ["-m", "experiment=nvfp4_ablations", "run.seed=0,1"]

@@ -2,13 +2,15 @@
 Hugging Face hub.
 """
 
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from fp4train import files
 from fp4train.data.files import existing_path
-from fp4train.data.template import keep_template
-from fp4train.data.tokenizer_settings import keep_settings
+from fp4train.data.template import TEMPLATE, keep_template
+from fp4train.data.tokenizer_settings import SETTINGS, TOKENS_MAP, keep_settings
 from fp4train.data.tokenizers.json_file import LIMIT, JsonTokenizer, run_tokenizer
 from fp4train.data.tokens import Documents
 from fp4train.errors import data_errors, reason
@@ -22,8 +24,7 @@ class Pretrained:
     null: a usual one.
 
     `begin_of_document` is the token that stands before each document, null: none does.
-    What lies beside a file of this machine, its chat template and its special tokens, is kept with
-    the run, too.
+    What lies beside the file, its chat template and its special tokens, is kept with the run, too.
     """
 
     name: PathOrHubName
@@ -41,10 +42,9 @@ class Pretrained:
         tokenizer = run_tokenizer(
             run_dir, origin, self._read, self.end_of_document, self.begin_of_document
         )
-        if new and not is_hub_name(self.name):
-            place = Path(self.name)
-            keep_template(place, run_dir)
-            keep_settings(place if place.is_dir() else place.parent, run_dir)
+        if new:
+            keep_template(self.folder, run_dir)
+            keep_settings(self.folder, run_dir)
         return tokenizer
 
     def open(self) -> JsonTokenizer:
@@ -61,15 +61,25 @@ class Pretrained:
             what=what,
         )
 
+    @property
+    def folder(self) -> Path:
+        """Where tokenizer.json lies, with what there is beside it; of a hub name in its cache.
+
+        Raises:
+            DataError: it cannot be had.
+        """
+        return self._path.parent
+
     def _read(self) -> tuple[str, str]:
-        path = self._find()
+        path = self._path
         prefix = f"data.tokenizer.name={self.name}: "
         with data_errors(OSError, before=f"{prefix}{path} cannot be read: ", message=reason):
             data = files.read(path.resolve(), LIMIT)
         with data_errors(ValueError, before=f"{prefix}{path} is no JSON file: "):
             return data.decode(), str(path)
 
-    def _find(self) -> Path:
+    @cached_property
+    def _path(self) -> Path:
         if not is_hub_name(self.name):
             place = existing_path(self.name, "data.tokenizer.name")
             if place.is_dir():
@@ -79,10 +89,15 @@ class Pretrained:
             ImportError, before="a hub name needs the package huggingface_hub (", after=")"
         ):
             from huggingface_hub import hf_hub_download
+            from huggingface_hub.errors import EntryNotFoundError
         cure = (
             ". Give the path of a tokenizer.json, or use data/tokenizer=bytes or data/tokenizer=bpe"
         )
         refused = f"data.tokenizer.name={self.name}: there is no such file here, and from the hub it cannot be had: "
         # no network, no such repository, gated, without a tokenizer.json, HTTP errors
         with data_errors(Exception, before=refused, after=cure, message=first_line):
-            return Path(hf_hub_download(self.name, "tokenizer.json", revision=self.revision))
+            path = Path(hf_hub_download(self.name, "tokenizer.json", revision=self.revision))
+            for beside in (TEMPLATE, SETTINGS, TOKENS_MAP):
+                with suppress(EntryNotFoundError):
+                    hf_hub_download(self.name, beside, revision=self.revision)
+            return path

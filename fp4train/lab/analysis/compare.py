@@ -73,12 +73,17 @@ class Comparison:
             loss / losses[0] - 1 if index and losses[0] else None
             for index, loss in enumerate(losses)
         ]
-        self.rows = [
-            summarise(history, name, gap, quantised(history.path))
-            for history, name, gap in zip(histories, names, gaps, strict=True)
-        ]
         self.groups = seed_groups(histories, names)
         """Runs that differ in run.seed only."""
+        titles = list(names)
+        for group in self.groups:
+            if len({*group.names}) < len(group.names):
+                for place, seed in zip(group.places, group.seeds, strict=True):
+                    titles[place] = f"{names[place]}, seed {seed}"
+        self.rows = [
+            summarise(history, title, gap, quantised(history.path))
+            for history, title, gap in zip(histories, titles, gaps, strict=True)
+        ]
         self.means = figures_of_groups(self.groups, self.rows, losses)
         """The figures of each group."""
         configs = [history.configuration for history in histories]
@@ -150,6 +155,27 @@ class Comparison:
         return curves(self.groups)
 
 
+def labelled(histories: Sequence[History], labels: Sequence[str]) -> list[str]:
+    """The names of runs: their folders', or `labels`, one for each run or for each group of seeds.
+
+    Raises:
+        UserError: there are more or fewer labels.
+    """
+    names = names_of(histories)
+    if len(labels) in (0, len(histories)):
+        return list(labels) or names
+    groups = seed_groups(histories, names)
+    if len(labels) != len(groups):
+        raise UserError(
+            f"labels= names {len(labels)} runs of {len(histories)}: give one for each run, or for "
+            "each group of seeds"
+        )
+    for group, label in zip(groups, labels, strict=True):
+        for place in group.places:
+            names[place] = label
+    return names
+
+
 def compare(
     runs: Sequence[Path],
     quantised: Callable[[Path], float | None] = lambda run: None,
@@ -167,19 +193,7 @@ def compare(
             or there are more or fewer labels.
     """
     histories = [read_history(Path(run)) for run in runs]
-    names = names_of(histories)
-    groups = seed_groups(histories, names)
-    if len(labels) == len(runs):
-        names = list(labels)
-    elif labels and len(labels) != len(groups):
-        raise UserError(
-            f"labels= names {len(labels)} runs of {len(runs)}: give one for each run, or for each "
-            "group of seeds"
-        )
-    else:
-        for group, label in zip(groups, labels, strict=False):
-            for place in group.places:
-                names[place] = label
+    names = labelled(histories, labels)
     reference = baseline or runs[0]
     named = zip(histories, names, strict=True)
     first_in_front = sorted(named, key=lambda run: not run[0].path.samefile(reference))

@@ -122,14 +122,21 @@ class Report:
         return written
 
 
-def read_report(runs: Sequence[Path], out: Path) -> Report:
-    """The report of `runs`, the first of which is the reference, to be written to `out`.
+def read_report(
+    runs: Sequence[Path], out: Path, labels: Sequence[str] = (), baseline: Path | None = None
+) -> Report:
+    """The report of `runs`, to be written to `out`.
+
+    Args:
+        labels: names of the runs, as `labelled` has them.
+        baseline: the reference; None: the first run.
 
     Raises:
-        UserError: no run is given or can be read, or there is no such folder.
+        UserError: no run is given or can be read, there is no such folder, or there are more or
+            fewer labels.
     """
     figure.check_out(out, (".html",))
-    sources, left_out = read_sources(runs)
+    sources, left_out = read_sources(runs, labels, baseline)
     return Report(sources=sources, left_out=left_out)
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from fp4train.errors import UserError
 from fp4train.lab.analysis import ROUTINE, Errors, History, read_history
+from fp4train.lab.analysis.compare import labelled
 from fp4train.lab.analysis.figure import plain
-from fp4train.lab.analysis.history import names_of
 from fp4train.lab.studies import read_studies
 from fp4train.run.record import journal as run_journal
 from fp4train.text import first_line, shortened
@@ -33,15 +33,15 @@ class RunSource:
     """One run.
 
     Args:
-        number: number in the report, from 1.
         path: directory of the run.
 
     Raises:
         UNREADABLE: a file of it cannot be read.
     """
 
-    def __init__(self, number: int, path: Path) -> None:
-        self.number = number
+    def __init__(self, path: Path) -> None:
+        self.number = 0
+        """Number in the report, from 1."""
         self.metrics = read_history(path)
         self.name = self.metrics.name
         """A name that is unique in the report."""
@@ -78,11 +78,17 @@ class RunSource:
         return int(self.metrics.series("train/loss").steps[-1])
 
 
-def read_sources(paths: Sequence[Path]) -> tuple[list[RunSource], list[str]]:
+def read_sources(
+    paths: Sequence[Path], labels: Sequence[str] = (), baseline: Path | None = None
+) -> tuple[list[RunSource], list[str]]:
     """The runs, and a sentence for each directory that is left out.
 
+    Args:
+        labels: names of the runs, as `labelled` has them.
+        baseline: the run that comes first; None: they stay as they are.
+
     Raises:
-        UserError: no run is left.
+        UserError: no run is left, or there are more or fewer labels.
     """
     sources: dict[str, RunSource] = {}
     left_out: list[str] = []
@@ -92,15 +98,19 @@ def read_sources(paths: Sequence[Path]) -> tuple[list[RunSource], list[str]]:
             left_out.append(f"{path} is named twice, or under two names")
             continue
         try:
-            sources[place] = RunSource(len(sources) + 1, path)
+            sources[place] = RunSource(path)
         except UNREADABLE as error:
             left_out.append(first_line(error))
     if not sources:
         raise UserError("no run can be reported: " + "; ".join(left_out))
-    names = names_of([source.metrics for source in sources.values()])
+    names = labelled([source.metrics for source in sources.values()], labels)
     for source, name in zip(sources.values(), names, strict=True):
         source.name = plain(name, 120)
-    return list(sources.values()), left_out
+    first = baseline and os.path.realpath(baseline)
+    ordered = [sources[place] for place in sorted(sources, key=lambda place: place != first)]
+    for number, source in enumerate(ordered, start=1):
+        source.number = number
+    return ordered, left_out
 
 
 def _events(

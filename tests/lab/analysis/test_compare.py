@@ -164,7 +164,10 @@ def test_runs_that_differ_in_their_seed_only_are_averaged(tmp_path: Path) -> Non
     assert written["means"][0]["seeds"] == [0, 1, 2]
     assert not compare([runs[0], runs[3]]).several_seeds, "other configurations are no seeds"
     labelled = compare(runs, labels=("A", "B"))
-    assert [row.run for row in labelled.rows] == ["A", "A", "A", "B", "B"]
+    rows = ["A, seed 0", "A, seed 1", "A, seed 2", "B, seed 0", "B, seed 1"]
+    assert [row.run for row in labelled.rows] == rows
+    assert [group.name for group in labelled.means] == ["A", "B"]
+    assert "against A, seed 0 at step 40" in labelled.render()
     with pytest.raises(UserError, match="one for each run, or for each group of seeds"):
         compare(runs, labels=("A",))
 

@@ -1,5 +1,6 @@
 """The verb `report`: the file that it writes, and what it refuses."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,17 @@ def test_the_command_writes_the_file_and_says_what_is_missing(cli: Cli) -> None:
     for words in (("a", "out=b.html"), ("baseline=a", "out=c.html")):
         assert cli.raw("report", *words).code == 0
     assert Path("b.html").is_file() and Path("c.html").is_file()
+
+
+@pytest.mark.usefixtures("sketched")
+def test_labels_name_runs_in_the_order_of_the_command(cli: Cli) -> None:
+    for run in ("a", "b"):
+        write_run(Path(run))
+    assert cli.raw("report", "a", "b", "baseline=b", "labels=First,Second").code == 0
+    page = Path("report.html").read_text("utf-8")
+    assert re.search("1.{0,60}Second", page) and re.search("2.{0,60}First", page)
+    refused = cli.raw("report", "a", "b", "labels=First")
+    assert refused.code == 1 and "labels= names 1 runs of 2" in refused.message
 
 
 @pytest.mark.usefixtures("sketched")
