@@ -32,7 +32,7 @@ from typing import NamedTuple
 from fp4train.cli.trained import KEYS, with_model, with_weight_kinds
 from fp4train.config.command_line import CommandLine, WholeNumber, read_line
 from fp4train.data.tokens import Tokenizer, begin_of_document
-from fp4train.errors import UserError
+from fp4train.errors import UserError, user_errors
 from fp4train.exchange import NamedRecipe, Sampling, TextStream, TrainedModel, generate
 from fp4train.exchange.dialogue import Dialogue
 from fp4train.text import counted
@@ -84,6 +84,8 @@ class _Prompt(NamedTuple):
 def _prompt(trained: TrainedModel, tokenizer: Tokenizer, line: SampleOptions) -> _Prompt:
     """The prompt, or the question in the chat template of the data."""
     asked = line.prompt or line.chat or ""
+    with user_errors(UnicodeEncodeError, before="what is asked is no UTF-8 text: "):
+        asked.encode()
     spelt = next((s for s in getattr(tokenizer, "special_tokens", ()) if s in asked), None)
     if line.chat is not None:
         if spelt is not None:

@@ -112,6 +112,7 @@ def test_any_recipe_and_policy_writes(sample, recipe: str, name: str) -> None:
         (["prompt=a", "chat=a"], "sample needs prompt=… or chat=…, one of them"),
         (["chat=a"], "has no chat template: it can only go on with a text"),
         (["prompt="], "the prompt is empty"),
+        (["chat=h\udce9"], "what is asked is no UTF-8 text: "),
         (
             ["prompt=" + "x" * 40],
             "the prompt has 40 tokens, and with one more it exceeds the model's context of 32",
