@@ -42,8 +42,8 @@ An evaluation at the end of a run judges its last state by earlier ones, of stat
 showed to be good. Where its loss fits the curve, and is at most 1.5 times the evaluation before it
 and before the rise, at e, a rise that is no divergence yet was noise of batches. It is a divergence
 if it is above 1.5 e and half the way from e to ln V, or above 0.95 ln V and 1.1 e where e is within
-the past; where there is no e, above the limit and twice the larger of ln V and the first loss, or
-0.95 ln V as the last loss of a rise after lower ones.
+the past, or without ln V above 2 e + 0.1; where there is no e, above the limit and twice the larger
+of ln V and the first loss, or 0.95 ln V as the last loss of a rise after lower ones.
 Above max(1.2 e, e + 0.1) it is one if the losses rose with it: if the median of the last `PERSIST`
 is above m + max(1.5 s, 0.1 |m|), by those of the past that are older than `LASTING`.
 
@@ -400,7 +400,11 @@ class Divergence:
             if self._within(earlier):  # else the data are known by heart, and validation's are not
                 bar = min(bar, max(LOST * self.uniform, 1.1 * earlier))
             risen = self._risen_last if loss > max(1.2 * earlier, earlier + LEAST_RISE) else 0
-        if risen or (self.uniform and loss > bar):
+        if not self.uniform:
+            bar = math.inf
+            if earlier is not None and self._within(earlier):
+                bar = 2 * earlier + LEAST_RISE
+        if risen or loss > bar:
             self.since = self.known - risen if self.since is None else self.since
             self.high = PERSIST
             self.recent = (*self.recent, loss)[-PERSIST:]

@@ -243,6 +243,19 @@ def test_an_evaluation_near_ln_v_ends_a_run_whose_losses_were_below(share: float
         assert found.beyond_noise != knows_by_heart
 
 
+@pytest.mark.parametrize(("last", "seen"), [(2.7, False), (4.2, True)])
+def test_an_evaluation_of_few_letters_ends_a_run_where_it_doubles(last: float, seen: bool) -> None:
+    """As of DNA, whose losses are not compared with ln V; the last update ruins the weights."""
+    found = Divergence()
+    for step in range(100):
+        found.add(step, 1.4 + 0.1 * (step % 3))
+    found.add_evaluation(1.5, ends=False)
+    found.add(100, 1.4)
+    found.end()
+    found.add_evaluation(last, ends=True)
+    assert found.beyond_noise == seen
+
+
 def test_one_loss_far_below_that_of_equally_likely_tokens_takes_the_proof_from_those_near_it() -> (
     None
 ):
