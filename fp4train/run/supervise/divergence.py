@@ -1,7 +1,7 @@
 """A loss far above its own past (`loss_history`) is answered as `train.on_divergence` says.
 
 The loss against a teacher begins near 0, where no relative limit says anything: it is judged as one
-`TAUGHT` higher.
+`TAUGHT` higher. A student's evaluations, whose loss is that of the targets, are judged by earlier ones.
 
 The history is part of checkpoints, so that a resumed run judges as one that was not interrupted.
 Losses are read one step late (`ledger`): when the fifth one is read, one more step may be queued.
@@ -12,6 +12,7 @@ when its losses are read.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from statistics import median
@@ -71,7 +72,10 @@ class FollowedLoss(RunCompanion):
         if ends:
             divergence.end()
         if (evaluated := values.get("val/loss_recipe")) is not None:
-            divergence.add_evaluation(float(evaluated) + base, ends=ends)
+            taught = None
+            if run.teacher is not None:
+                taught = math.log(run.data.training.vocab_size) + base
+            divergence.add_evaluation(float(evaluated) + base, ends=ends, uniform=taught)
         if divergence.since is not None and divergence.seen and not seen_before:
             run.saver.set_doubt(divergence.since, rise_message(run, advice=False))
             run.saver.wait()  # so that it is known which checkpoint is good
@@ -204,7 +208,11 @@ def rise_message(run: Run, *, advice: bool = True) -> str:
     loss = divergence.recent[-1] - base
     level, limit = divergence.measured_from
     past = f"far above its past ({level - base:.4g})"
-    name = "validation loss" if divergence.recent[-1] == divergence.evaluated else "loss"
+    name = "loss"
+    if divergence.recent[-1] == divergence.evaluated:
+        name = "validation loss"
+        if run.teacher is not None:  # another loss than that of the steps
+            past = "far above its past"
     text = f"the {name} is {loss:.4g}, {past}, since {since}"
     if loss + base <= limit:
         text = f"the {name} rose {past} in {since} and is not back, at {loss:.4g}"

@@ -42,8 +42,9 @@ An evaluation at the end of a run judges its last state by earlier ones, of stat
 showed to be good. Where its loss fits the curve, and is at most 1.5 times the evaluation before it
 and before the rise, at e, a rise that is no divergence yet was noise of batches. It is a divergence
 if it is above 1.5 e and half the way from e to ln V, or above 0.95 ln V and 1.1 e where e is within
-the past, or without ln V above 2 e + 0.1; where there is no e, above the limit and twice the larger
-of ln V and the first loss, or 0.95 ln V as the last loss of a rise after lower ones.
+the past (a student's also where it is not), or without ln V above 2 e + 0.1; where there is no e,
+above the limit and twice the larger of ln V and the first loss, or 0.95 ln V as the last loss of a
+rise after lower ones.
 Above max(1.2 e, e + 0.1) it is one if the losses rose with it: if the median of the last `PERSIST`
 is above m + max(1.5 s, 0.1 |m|), by those of the past that are older than `LASTING`.
 
@@ -379,8 +380,14 @@ class Divergence:
         if self.since is not None and self.ends_above_its_beginning(self.known):
             self.high = PERSIST
 
-    def add_evaluation(self, loss: float, *, ends: bool) -> None:
-        """The loss of an evaluation after the last step is known; `ends`: no step is left."""
+    def add_evaluation(self, loss: float, *, ends: bool, uniform: float | None = None) -> None:
+        """The loss of an evaluation after the last step is known.
+
+        Args:
+            ends: no step is left.
+            uniform: that of equally likely tokens, where steps have another loss than evaluations;
+                None: they have the same.
+        """
         if not ends:
             self.unproven = loss if self.since is None else self.unproven
             return
@@ -400,7 +407,12 @@ class Divergence:
             if self._within(earlier):  # else the data are known by heart, and validation's are not
                 bar = min(bar, max(LOST * self.uniform, 1.1 * earlier))
             risen = self._risen_last if loss > max(1.2 * earlier, earlier + LEAST_RISE) else 0
-        if not self.uniform:
+        if uniform is not None:
+            bar = math.inf
+            if earlier is not None:
+                bar = max(1.5 * earlier, (earlier + uniform) / 2)
+                bar = min(bar, max(LOST * uniform, 1.1 * earlier))
+        elif not self.uniform:
             bar = math.inf
             if earlier is not None and self._within(earlier):
                 bar = 2 * earlier + LEAST_RISE

@@ -492,3 +492,16 @@ def test_a_high_end_stays_doubtful_where_the_evaluation_rises_too() -> None:
         found.add(100, 6.0)
         found.add_evaluation(evaluations[1], ends=True)
         assert (found.since is not None) == doubtful and not found.seen
+
+
+@pytest.mark.parametrize(("last", "seen"), [(5.77, True), (4.6, True), (3.3, False)])
+def test_the_last_update_of_a_student_is_judged_by_its_evaluation(last: float, seen: bool) -> None:
+    """The loss of its steps is against the teacher, and no later step shows it."""
+    found = Divergence()
+    for step in range(40):
+        found.add(step, 1.0 + 0.3 * math.exp(-step / 10))
+        if step % 20 == 10:
+            found.add_evaluation(3.0, ends=False, uniform=math.log(257))
+    found.end()
+    found.add_evaluation(last, ends=True, uniform=math.log(257))
+    assert found.beyond_noise == seen
