@@ -63,7 +63,7 @@ def products(recipes: dict[str, Recipe]) -> dict[tuple[str, str], Specs]:
     """The specs of a product of a recipe for each combination."""
 
     def kind(spec: QuantSpec | None) -> str:
-        values, scale = operand(spec, 4, 0)
+        values, scale, _ = operand(spec, 4, 0)
         dtype = str(values.dtype).removeprefix("torch.")
         if scale is None or spec is None:
             return f"{dtype} without a scale"
