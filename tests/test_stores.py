@@ -144,6 +144,25 @@ def test_what_is_not_there_or_denied_is_refused_in_one_line(s3: Store, tmp_path:
         text_of("s3://lake/a", tmp_path)
 
 
+def test_an_object_is_read_where_nothing_else_may_be_asked_for(
+    memory: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As S3 answers who may get objects and not list them: what is not there is forbidden."""
+    memory.pipe("/lake/rows.jsonl", b'{"text": "to be"}\n' * 900)
+    original = type(memory).info
+
+    def info(store: Any, path: str, **options: Any) -> Any:
+        if not path.endswith("/rows.jsonl"):
+            raise PermissionError("Forbidden")
+        return original(store, path, **options)
+
+    monkeypatch.setattr(type(memory), "info", info)
+    source = HuggingFace(path="memory://lake/rows.jsonl", cache_dir=str(tmp_path))
+    assert len(ids(source.build(tmp_path / "run", 16, 0))) == 900 * 6
+    with pytest.raises(UserError, match=r"^memory://lake/none cannot be read: Forbidden"):
+        HuggingFace(path="memory://lake/none").build(tmp_path / "run", 16, 0)
+
+
 @pytest.mark.long
 def test_an_object_is_known_by_its_etag_and_tokenised_again_where_that_differs(
     s3: Store, tmp_path: Path, caplog: pytest.LogCaptureFixture

@@ -26,7 +26,7 @@ from types import ModuleType
 from typing import Any
 
 from fp4train.errors import UserError
-from fp4train.text import near_miss
+from fp4train.text import first_line, near_miss
 
 _USED: ContextVar[tuple[tuple[str, ...], tuple[Path, ...]]] = ContextVar(
     "plugins and their folders", default=((), ())
@@ -113,7 +113,7 @@ def describe_failure(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     foreign = [frame for frame in frames if not frame.filename.startswith(f"{_PACKAGE}{os.sep}")]
     last = (foreign or frames)[-1]
-    return f"{type(error).__name__}: {error} ({last.filename}, line {last.lineno})"
+    return f"{type(error).__name__}: {first_line(error)} ({last.filename}, line {last.lineno})"
 
 
 def check_targets(node: Any, path: str = "") -> None:

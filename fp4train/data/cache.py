@@ -112,7 +112,8 @@ class CacheEntry:
             ids = opened(folder)
             if ids is None:
                 return f"{folder.path}: its share is there, other parts are not"
-        return f"{folder.path}: {len(ids):,} ids in {counted(len(ids.counts), 'shard')}"
+        cut = ", cut off at data.max_tokens" if len(ids) == self.max_tokens else ""
+        return f"{folder.path}: {len(ids):,} ids in {counted(len(ids.counts), 'shard')}{cut}"
 
     def _sharding(self, folder: files.Folder) -> Sharding:
         return Sharding(
@@ -204,6 +205,7 @@ def _damaged(
                 if suspect or verify:
                     for start in range(0, file.size, AT_ONCE):
                         file.checked(start, min(AT_ONCE, file.size - start))
+                if suspect:
                     folder.remove(name + SUSPECT)
         except (DataError, OSError) as error:
             yield shard, reason(error)

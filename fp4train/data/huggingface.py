@@ -147,6 +147,8 @@ def record_files(path: str | Sequence[str]) -> list[Path]:
 
 def saved_files(folder: Path) -> list[str]:
     """The files that `Dataset.save_to_disk` wrote to a folder, in order; none: it did not."""
+    if folder.is_file():
+        return []
     parts = folder / "dataset_dict.json"
     if parts.is_file():
         names = ", ".join(sorted(entry.name for entry in folder.iterdir() if entry.is_dir()))

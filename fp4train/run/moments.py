@@ -149,7 +149,7 @@ class Companions:
                 for other in self._that_hear("around_hook") if companion in self._hooks else ():
                     stack.enter_context(other.around_hook(self.run))
                 yield
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             if companion not in self._hooks:
                 raise
             problem = self._problem(companion, moment, error)
@@ -159,7 +159,7 @@ class Companions:
             for heard, listeners in self._hearing.items():
                 self._hearing[heard] = [other for other in listeners if other is not companion]
 
-    def _problem(self, hook: Companion, moment: str, error: Exception) -> str:
+    def _problem(self, hook: Companion, moment: str, error: BaseException) -> str:
         """A sentence about a hook that raised."""
         run = self.run
         kind = type(hook)

@@ -121,6 +121,8 @@ def test_ids_end_at_max_tokens_and_no_shard_behind_it_stays(
     object.__setattr__(source, "max_tokens", most)
     assert entry_of(source, tmp_path).ids().tolist() == expected
     there = entry_files(tmp_path)
+    cut = entry_of(source, tmp_path).prepare(0, 1, verify=False).endswith("data.max_tokens")
+    assert cut == (most < 10**9)
     counts = json.loads(there["index.json"])["parts"]
     assert sum(map(len, counts)) == sum(name.endswith(".bin") for name in there)
 
@@ -261,6 +263,19 @@ def test_a_damaged_shard_alone_is_made_anew_and_verify_finds_it(
     assert said == {changed, gone}
     kept = {path.name for path in folder.glob("*.bin") if path.stat().st_ino == inodes[path.name]}
     assert kept >= inodes.keys() - said
+
+
+def test_a_good_cache_that_cannot_be_written_is_verified(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    _, entry, good, _ = made_entry(tmp_path)
+
+    def read_only(*arguments: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(files.Folder, "remove", read_only)
+    assert "ids in" in entry.prepare(0, 1, verify=True)
+    assert entry_files(tmp_path) == good and "damaged" not in caplog.text
 
 
 def test_shards_of_another_tokenizer_are_not_taken(

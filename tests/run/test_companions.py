@@ -29,7 +29,7 @@ class Hook(Companion):
         with open(self.folder(run) / "heard.jsonl", "a") as file:
             print(json.dumps([self.name, moment, run.step, *more]), file=file)
         if moment == self.fails and run.step >= self.at:
-            raise ValueError("no more")
+            raise ValueError("no more\\nof this")
 
     def begin(self, run):
         self.hear(run, "begin")
@@ -65,6 +65,12 @@ class Hiding(Companion):
     """Hides errors of the step that it is around."""
     def around_step(self, run, recipe):
         return suppress(Exception)
+
+@dataclass(frozen=True, kw_only=True)
+class Leaves(Companion):
+    """Would end the process."""
+    def after_step(self, run, step):
+        raise SystemExit(7)
 
 @dataclass(frozen=True, kw_only=True)
 class Strange(Companion):
@@ -162,6 +168,13 @@ def test_a_hook_that_raises_is_named_and_the_last_whole_state_is_saved(
         assert cli("resume=runs/a", "hooks=[]").code == 0
         cli.trained("run.name=b", *words)
         assert losses("runs/a") == losses("runs/b")
+
+
+def test_a_hook_that_exits_is_named_and_the_state_is_saved(cli: Cli) -> None:
+    leaves = "hooks=[{_target_: hooklab.Leaves}]"
+    ended = cli(*OWN, leaves, "run.name=a", *BF16, "train.steps=4")
+    assert "after_step of the hook hooklab.Leaves raised SystemExit: 7 (" in ended.message
+    assert steps() == [1] and "\n" not in ended.message
 
 
 def test_a_value_that_is_no_number_is_the_hooks_fault(cli: Cli) -> None:
