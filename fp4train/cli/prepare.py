@@ -6,7 +6,7 @@ machines with the same folder. Takes the keys of a run, which are listed below.
 
   data.workers=N   so many processes
   part=3/16        one of 16 shares, for job arrays
-  verify=true      read all that is there, too, and make anew what is damaged
+  verify=true      once all is there, read it, and make anew what is damaged
 """
 
 import re
