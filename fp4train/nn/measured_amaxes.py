@@ -27,7 +27,7 @@ class MeasuredAmaxes:
         """The amax of a parameter, 0-d float32; None: it is to be measured alone.
 
         Args:
-            constant: of the passes between which nobody writes it.
+            constant: the settings of the passes between which nobody writes it.
         """
         if constant is None or not takes(weight):
             return None

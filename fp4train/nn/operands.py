@@ -249,10 +249,10 @@ class TensorForms:
         call: LayerCall,
         row: bool = True,
         column: bool = True,
-        *others: Tensor,
+        *factor_scales: Tensor,
     ) -> tuple[Prepared | None, Prepared | None]:
         """(row-wise form, column-wise form) of x [M, K]; None for what is not asked for. Where the
-        row-wise form serves both, it is both: codes [M, K]. others: see `PairQuantizer`.
+        row-wise form serves both, it is both: codes [M, K]. factor_scales: see `PairQuantizer`.
         """
         if self.values is not None:
             codes = self.row.prepare(x_MK, call)
@@ -281,8 +281,10 @@ class TensorForms:
                 row_amax, column_amax = self._amaxes(x_MK, call, row_key, column_key)
             if self.requantise is None:
                 if not self.pair.writes_factors:
-                    others = ()
-                return self.pair(x_MK, row_key, row_amax, column_key, column_amax, newest, others)
+                    factor_scales = ()
+                return self.pair(
+                    x_MK, row_key, row_amax, column_key, column_amax, newest, factor_scales
+                )
             rounded = self.row.make(x_MK, row_key, row_amax)
             assert isinstance(rounded, Decoded)
             return rounded, self.requantise(rounded.rounded().T, column_key, column_amax)

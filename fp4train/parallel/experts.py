@@ -29,9 +29,9 @@ def share_experts(model: nn.Module, world: World) -> None:
     for layer in _expert_layers(model):
         layer.exchange = exchange
         for group in (layer.gate_up, layer.down):
-            first = ranks.rank * (group.experts // ranks.size)
+            start = ranks.rank * (group.experts // ranks.size)
             cut_parameters(group, world.experts)
-            group.shard(LayerShard(tensor=ranks, cut="experts", first=first, sources=ranks.size))
+            group.shard(LayerShard(tensor=ranks, cut="experts", first=start, sources=ranks.size))
 
 
 def check_experts(model: nn.Module, ranks: int) -> None:

@@ -307,8 +307,8 @@ class Recipe:
                 f"parallel.{key} cuts {layer.name}: use parallel.{key}=1, or recipe.outliers=null"
             )
         if self.quantised:
-            whole = layer.cut is None or (layer.cut == "experts" and key == "tp")
-            self.terms.check_layer(self.name, layer.name, None if whole else key)
+            has_all = layer.cut is None or (layer.cut == "experts" and key == "tp")
+            self.terms.check_layer(self.name, layer.name, None if has_all else key)
 
     @property
     def why_emulated(self) -> str | None:

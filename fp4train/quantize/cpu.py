@@ -375,7 +375,7 @@ class CpuQuantizer(Quantizer):
         amaxes: tuple[Tensor | None, Tensor | None],
         codes: tuple[bool, bool],
         newest: None = None,
-        others: tuple[()] = (),
+        factor_scales: tuple[()] = (),
     ) -> tuple[Decoded | Quantized, Decoded | Quantized] | None:
         """This form of x and `column`'s form of x.T in one call, from one read of x where it is
         large; None if x or the arguments do not allow it.

@@ -258,13 +258,13 @@ class PairQuantizer:
         column_key: RandomKey | None = None,
         column_amax: Tensor | None = None,
         newest: Tensor | None = None,
-        others: tuple[Tensor, ...] = (),
+        factor_scales: tuple[Tensor, ...] = (),
     ) -> tuple[Decoded | Quantized, Decoded | Quantized]:
         """(row-wise form, column-wise form).
 
         newest: where `joins`: an amax, 0-d float32, which becomes the larger of itself and that of
             x.
-        others: where it `writes_factors`: the scales of the operands that both forms are multiplied
+        factor_scales: where it `writes_factors`: the scales of the operands that both forms are multiplied
             with, 0-d.
         """
         if self._pair is not None:
@@ -276,7 +276,7 @@ class PairQuantizer:
                 (row_amax, column_amax),
                 self._codes,
                 newest,
-                others,
+                factor_scales,
             )
             if both is not None:
                 return both

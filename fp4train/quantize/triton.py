@@ -283,7 +283,7 @@ class TritonQuantizer(Quantizer):
         amaxes: tuple[Tensor | None, Tensor | None],
         codes: tuple[bool, bool],
         newest: Tensor | None = None,
-        others: tuple[Tensor, ...] = (),
+        factor_scales: tuple[Tensor, ...] = (),
     ) -> tuple[Decoded | Quantized, Decoded | Quantized] | None:
         """x in this form and x.T in `column`'s, as codes or values, from one read (two if an amax
         must be measured); None if x or the arguments do not allow it.
@@ -291,7 +291,7 @@ class TritonQuantizer(Quantizer):
         keys, amaxes, codes: see `CpuQuantizer.with_columns`.
         newest: an amax, 0-d float32, to which that of x is joined; only with one scale, whose amax
             is that of the row-wise form.
-        others: see `PairQuantizer`.
+        factor_scales: see `PairQuantizer`.
         """
         row_key, column_key = keys
         row_amax, column_amax = amaxes
@@ -307,7 +307,9 @@ class TritonQuantizer(Quantizer):
         words = words_of_both(row_key, column_key)
         tiled = (self._tiled, column._tiled)
         plan: triton_launch.BothPlan | None
-        plan = self._planned(triton_launch.plan_both, x_MK, column.spec, tiled, codes, bool(others))
+        plan = self._planned(
+            triton_launch.plan_both, x_MK, column.spec, tiled, codes, bool(factor_scales)
+        )
         if plan is None or words is None:
             return None
         row_needs, column_needs = plan.needs
@@ -321,17 +323,23 @@ class TritonQuantizer(Quantizer):
         turned = third()
         row_scales = make_row_scales() if row_codes else row
         turned_scales = fourth() if column_codes else turned
-        outputs = row, row_scales, turned, turned_scales, *(others or (row_scales, row_scales))
+        outputs = (
+            row,
+            row_scales,
+            turned,
+            turned_scales,
+            *(factor_scales or (row_scales, row_scales)),
+        )
         plan.launch(x_MK, row_scales if measured is None else measured, *outputs, words=words)
         amax_of_row = other = factor = other_factor = None
         if measured is not None:
             both = measured.unbind()
             amax_of_row, factor = both[:4:2] if row_needs else (None, None)
             other, other_factor = both[1::4] if column_needs else (None, None)
-            if others:
+            if factor_scales:
                 return (
-                    Decoded(row, factor, (others[0], measured[3:5])),
-                    Decoded(turned.T, other_factor, (others[1], measured[6:])),
+                    Decoded(row, factor, (factor_scales[0], measured[3:5])),
+                    Decoded(turned.T, other_factor, (factor_scales[1], measured[6:])),
                 )
         by_row: Decoded | Quantized = self._decoded(row, factor)
         if row_codes:

@@ -93,11 +93,11 @@ class SequenceRanks:
             state: after this chunk, from zeros before it, [B, H, …].
             decay: the factor of the state before this chunk in that after it, [B, H].
         """
-        before: Tensor
-        before, *chunks = self._before(torch.cat((decay[..., None], state.flatten(2)), 2))
+        carried: Tensor
+        carried, *chunks = self._before(torch.cat((decay[..., None], state.flatten(2)), 2))
         for chunk in chunks:
-            before = before * chunk[..., :1] + chunk
-        return before[..., 1:].view_as(state)
+            carried = carried * chunk[..., :1] + chunk
+        return carried[..., 1:].view_as(state)
 
     def _before(self, x: Tensor) -> Tensor:
         """Zeros, and x of the chunks before this rank's: [r + 1, …]. On the first rank, too, it

@@ -344,11 +344,11 @@ class Mamba2(HoldsParts, nn.Module):
         else:
             mixed = mixed.float()
             first = 0
-            before = None if kept is None else kept.window_BKC
+            inputs = None if kept is None else kept.window_BKC
             if self.sequence is not None:
                 first = self.sequence.first(mixed)
-                before = self.sequence.window(mixed, self.taps - 1)
-            mixed, window = self.conv1d(mixed, before, document_BT, first)
+                inputs = self.sequence.window(mixed, self.taps - 1)
+            mixed, window = self.conv1d(mixed, inputs, document_BT, first)
             mixed = F.silu(mixed)
         x, b, c = torch.split(mixed, self.mixed_sizes, -1)
         x = x.reshape(*x.shape[:2], self.heads, -1)

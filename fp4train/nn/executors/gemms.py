@@ -184,12 +184,12 @@ class Gemms(ProductExecutor):
             b = Decoded(x.T, None) if isinstance(x, Tensor) else x
             if isinstance(b, Quantized) and not self.wgrad.takes_codes:
                 b = decoded_once(b, call)
-        others: tuple[Tensor, ...] = ()
+        factor_scales: tuple[Tensor, ...] = ()
         if self.joins and total is None:
             scales = scale_of(w), scale_of(b)
             if scales[0] is not None and scales[1] is not None:
-                others = scales[0], scales[1]
-        row, column = self.dy.prepare(dy, call, w is not None, b is not None, *others)
+                factor_scales = scales[0], scales[1]
+        row, column = self.dy.prepare(dy, call, w is not None, b is not None, *factor_scales)
         if row is not None:
             of_dx = row, w
         if column is not None:
