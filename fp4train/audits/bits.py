@@ -1,6 +1,7 @@
 """Comparison of tensors bit by bit, and sums of the bits of tensors."""
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Final
 
 import torch
@@ -13,6 +14,8 @@ FEW: Final = 4
 """Most elements that count as single ones."""
 COLUMNS: Final = 65537
 """Columns of a sum of bits: a prime, so that no stride of a tensor is a multiple of it."""
+_MIXED: Final = 0x9E3779B97F4A7C15 - (1 << 64)
+"""2^64 over the golden ratio, as int64: neighbours times it lie far apart."""
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -86,8 +89,8 @@ def bit_sum(tensor: Tensor) -> Tensor:
     """A sum of a tensor's bytes in which each place has a weight of its own, modulo 2^64: int64 [].
 
     64-bit words are added up in `COLUMNS` columns, and the halves of each column's sum are weighted
-    by odd numbers. One changed bit changes the sum; so do two, unless a multiple of `COLUMNS` words
-    lies between them. Checkpoints hold these sums.
+    by odd numbers (`_weights`). One changed bit changes the sum; so do two, unless a multiple of
+    `COLUMNS` words lies between them. Checkpoints hold these sums.
     """
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     if flat.storage_offset() % 8 or flat.numel() % 8:
@@ -101,4 +104,13 @@ def bit_sum(tensor: Tensor) -> Tensor:
     else:
         columns = words
     halves = columns.view(torch.int32)
-    return (halves * torch.arange(1, 2 * len(halves) + 1, 2, device=halves.device)).sum()
+    return (halves * _weights(halves.device)[: len(halves)]).sum()
+
+
+@cache
+def _weights(device: torch.device) -> Tensor:
+    """Odd numbers without a pattern, int64 [2 · `COLUMNS`]. With 1, 3, 5, … changes of a few last
+    bits cancel, such as those of a norm at a low rate.
+    """
+    places = torch.arange(1, 4 * COLUMNS, 2, device=device) * _MIXED
+    return ((places ^ (places >> 32)) * _MIXED) | 1

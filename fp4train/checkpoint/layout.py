@@ -37,8 +37,9 @@ DOUBT = "doubt"
 """Key in a state of the reason why the checkpoint may be useless; a checkpoint without it is in no
 doubt.
 """
-SUMS = "sums"
-"""Key in a state of the sums of bits that its tensors had in the run, by path."""
+SUMS = "bit_sums"
+"""Key in a state of the sums of bits that its tensors had in the run, by path; under `sums` older
+checkpoints have others, which are not compared."""
 STATE_LIMIT = 1 << 26
 """Bytes of a state that are read at most; the largest of fp4train's own have some hundred
 thousand.

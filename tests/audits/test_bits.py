@@ -27,3 +27,9 @@ def test_two_flips_that_cancel_in_a_plain_sum_change_the_weighted_one(bit: int) 
     flipped[COLUMNS + 5] -= 1 << bit
     assert flipped.sum() == words.sum()
     assert int(bit_sum(flipped)) != int(bit_sum(words))
+
+
+def test_last_bits_of_a_norm_that_an_update_moved_change_the_sum() -> None:
+    ones = torch.ones(8).view(torch.int32)
+    moved = ones + torch.tensor([-1, 0, 0, 5, 2, -10, 1, 3], dtype=torch.int32)
+    assert int(bit_sum(moved)) != int(bit_sum(ones))
