@@ -92,6 +92,13 @@ INLINE I transform_columns(const AmaxJob *job, const Matrix *x, int64_t row, int
         }
         i_store_columns(words, 8, rows[0] + 2 * (col - col0), sizeof rows[0]);
     }
+    if (col1 - col0 == TILE_COLUMNS && row + 16 <= job->x.rows) {
+        uint16_t *to = job->transformed + row * job->transformed_stride + col0;
+        for (int n = 0; n < 16; n++, to += job->transformed_stride)
+#pragma GCC unroll 4
+            for (int i = 0; i < 4; i++) i_store((int32_t *)to + 16 * i, i_load((const int32_t *)rows[n] + 16 * i));
+        return i_max(i_shl(all, 16), i_and(all, i_set(0x7fff0000)));
+    }
     for (int64_t n = 0; n < 16 && row + n < job->x.rows; n++)
         copy_bytes(job->transformed + (row + n) * job->transformed_stride + col0, rows[n], (col1 - col0 + 15) / 16 * 32);
     return i_max(i_shl(all, 16), i_and(all, i_set(0x7fff0000)));

@@ -105,7 +105,11 @@ INLINE I hadamard_group_max(F *group, int size, const float *signs) {
 /* Sixteen columns from `col` of sixteen rows, one column per vector; rounded to BF16 if a transform follows.
  * `inside`: the rows exist and are adjacent in memory. */
 INLINE void load_columns(const Matrix *x, int64_t row, int64_t col, int wide, int inside, int hadamard, F *tile) {
-    if (inside && col + 16 <= x->cols) { /* lane n is row + n */
+    if (inside && col + 16 <= x->cols && x->stride_col == SCRATCH_STRIDE) { /* of a copy: offsets are constants */
+        const char *from = (const char *)x->data + (row + col * SCRATCH_STRIDE) * (wide ? 4 : 2);
+#pragma GCC unroll 16
+        for (int i = 0; i < 16; i++) tile[i] = load_floats(from, i * SCRATCH_STRIDE, wide);
+    } else if (inside && col + 16 <= x->cols) { /* lane n is row + n */
 #pragma GCC unroll 16
         for (int i = 0; i < 16; i++) tile[i] = load_floats(x->data, row + (col + i) * x->stride_col, wide);
     } else {

@@ -88,10 +88,8 @@ INLINE void begin_row(const Job *job, int64_t row, int64_t col, Counters *c) {
     else start_row(job, row, group, c);
 }
 INLINE void end_row(const Counters *c, uint16_t *bits) {
-    const Q low = q_set(0xffffffffu);
     for (int i = 0; i < 4; i++)
-        q_store_pairs((uint8_t *)(bits + 64 * i), q_or(q_and(c[i].w[0], low), q_shl32(c[i].w[1])),
-                      q_or(q_and(c[i].w[2], low), q_shl32(c[i].w[3])));
+        q_store_pairs((uint8_t *)(bits + 64 * i), q_joined(c[i].w[0], c[i].w[1]), q_joined(c[i].w[2], c[i].w[3]));
 }
 INLINE void random_row_256(const Job *job, int64_t row, int64_t col, uint16_t *bits) {
     Counters c[4];

@@ -126,29 +126,106 @@ INLINE void pairs_with(const Job *job, int64_t row0, int64_t row1, int64_t col0,
     if (job->stream) stream_fence();
 }
 
+/* Whether `strips_nvfp4` takes a rectangle: whole strips in place, one row per block, the usual scales under one of the tensor. */
+INLINE int in_whole_strips(const Job *job, int64_t col0, int64_t col1) {
+    return job->block_rows == 1 && !job->amax_stride && job->amax && job->scale == SCALE_E4M3 && job->formula == FORMULA_TE_2_14 &&
+           job->x.stride_col == 1 && col1 <= job->x.cols && (col1 - col0) % 256 == 0 && no_underflow(job);
+}
+
+/* As `pair_32` for such a strip, whose scales are in registers. */
+INLINE void nvfp4_32(const Job *job, const uint16_t *x, int i, F encodes, F decodes, const uint16_t *random, Counters *c, char *values,
+                     uint8_t *codes, int stream, Variant v) {
+    static const int32_t halves[16] = {0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1};
+    const I words = i_load((const int32_t *)(x + 32 * i)), pair = i_add(i_load(halves), i_set(2 * i));
+    const F encode = f_lanes(encodes, pair), decode = f_lanes(decodes, pair);
+    const F t0 = f_mul_positive_zero(f_bits(i_shl(words, 16)), encode);
+    const F t1 = f_mul_positive_zero(f_bits(i_and(words, i_set((int32_t)0xffff0000))), encode);
+    Rounded even, odd;
+    if (v.stochastic) {
+        const I bits = i_load((const int32_t *)(random + 32 * i));
+        philox_round(job, c, 2 + i);
+        even = round_stochastic_e2m1(t0, random_low(bits));
+        odd = round_stochastic_e2m1(t1, random_high(bits));
+    } else {
+        even = round_nearest_e2m1(t0, v.codes);
+        odd = round_nearest_e2m1(t1, v.codes);
+    }
+    if (v.values) store_line(values + 64 * i, i_upper_halves(i_bits(f_mul(even.value, decode)), i_bits(f_mul(odd.value, decode))), stream);
+    if (v.codes) i_store_u8(codes + 16 * i, i_or(even.code, i_shl(odd.code, 4)));
+}
+
+/* `pairs_with` for whole strips. Nothing here hands the copy of the job on, so stores cannot change it: its fields stay in registers. */
+INLINE void strips_nvfp4(const Job *given, int64_t row0, int64_t row1, int64_t col0, int64_t col1, int stream, Variant v) {
+    const Job local = *given, *const job = &local;
+    const Global global = row_scale(job, f_set(*job->amax));
+    uint16_t bits[256] __attribute__((aligned(64)));
+    I all = i_set(0);
+    const int64_t strips = (row1 - row0) * ((col1 - col0) / 256);
+    int64_t row = row0, col = col0;
+    const uint16_t *x = (const uint16_t *)job->x.data + row * job->x.stride_row + col;
+    I largest = i_block_max_bf16(x);
+    Scale next = scale_under(job, f_bits(largest), global, 0, E4M3);
+    if (v.stochastic) random_row_256(job, row, col, bits);
+    for (int64_t left = strips; left; left--) {
+        const Scale scale = next;
+        const uint16_t *const now = x;
+        char *const values = (char *)job->values + 2 * (row * job->values_stride + col);
+        uint8_t *const codes = job->codes + row * job->codes_stride + col / 2;
+        Counters c[4];
+        if (v.codes) i_store_u8((uint8_t *)job->scales + row * job->scales_stride + col / 16, scale.stored);
+        all = i_max(all, largest);
+        if (left > 1) {
+            col += 256, x += 256;
+            if (col == col1) {
+                row++, col = col0;
+                x = (const uint16_t *)job->x.data + row * job->x.stride_row + col;
+            }
+        }
+        largest = i_block_max_bf16(x);
+        next = scale_under(job, f_bits(largest), global, 0, E4M3);
+        if (v.stochastic) begin_row(job, row, col, c);
+#pragma GCC unroll 8
+        for (int i = 0; i < 8; i++) nvfp4_32(job, now, i, scale.encode, scale.decode, bits, c, values, codes, stream, v);
+        if (v.stochastic) end_row(c, bits);
+    }
+    report(job, not_finite(all));
+    if (stream) stream_fence();
+}
+
 /* Each variant is a function of its own. Where one function held all of them, GCC 12 allocated registers worse: the variants of
  * NVFP4 were 2 to 4 % slower, and every new variant changed the others. */
 #define VARIANT(name, ...)                                                                                  \
     NOINLINE void name(const Job *job, int64_t row0, int64_t row1, int64_t col0, int64_t col1) {            \
         pairs_with(job, row0, row1, col0, col1, (Variant){__VA_ARGS__});                                    \
     }
-VARIANT(rows_nvfp4_values, 1, 0, 1, 0)
-VARIANT(rows_nvfp4_codes, 1, 0, 0, 1)
-VARIANT(rows_nvfp4_both, 1, 0, 1, 1)
-VARIANT(rows_nvfp4_stochastic_values, 1, 1, 1, 0)
-VARIANT(rows_nvfp4_stochastic_codes, 1, 1, 0, 1)
-VARIANT(rows_nvfp4_stochastic_both, 1, 1, 1, 1)
+#define NVFP4(name, ...)                                                                                                            \
+    NOINLINE void name##_strips(const Job *job, int64_t row0, int64_t row1, int64_t col0, int64_t col1) {                           \
+        const Variant v = {__VA_ARGS__};                                                                                            \
+        if (v.values && job->stream && ((uintptr_t)job->values & 63) == 0 && job->values_stride % 32 == 0)                          \
+            strips_nvfp4(job, row0, row1, col0, col1, 1, v);                                                                        \
+        else strips_nvfp4(job, row0, row1, col0, col1, 0, v);                                                                       \
+    }                                                                                                                               \
+    VARIANT(name, __VA_ARGS__)
+NVFP4(rows_nvfp4_values, 1, 0, 1, 0)
+NVFP4(rows_nvfp4_codes, 1, 0, 0, 1)
+NVFP4(rows_nvfp4_both, 1, 0, 1, 1)
+NVFP4(rows_nvfp4_stochastic_values, 1, 1, 1, 0)
+NVFP4(rows_nvfp4_stochastic_codes, 1, 1, 0, 1)
+NVFP4(rows_nvfp4_stochastic_both, 1, 1, 1, 1)
+#undef NVFP4
 VARIANT(rows_bf16, 0, 0, job->values != NULL, job->codes != NULL)
 VARIANT(rows_bf16_stochastic, 0, 1, job->values != NULL, job->codes != NULL)
 #undef VARIANT
 
 static void quantize_rows_bf16(const Job *job, int64_t row0, int64_t row1, int64_t col0, int64_t col1) {
     typedef void (*Rows)(const Job *, int64_t, int64_t, int64_t, int64_t);
-    static const Rows nvfp4[2][3] = { /* stochastic; values, codes, both */
-        {rows_nvfp4_values, rows_nvfp4_codes, rows_nvfp4_both},
-        {rows_nvfp4_stochastic_values, rows_nvfp4_stochastic_codes, rows_nvfp4_stochastic_both}};
+    static const Rows nvfp4[2][2][3] = { /* whole strips; stochastic; values, codes, both */
+        {{rows_nvfp4_values, rows_nvfp4_codes, rows_nvfp4_both},
+         {rows_nvfp4_stochastic_values, rows_nvfp4_stochastic_codes, rows_nvfp4_stochastic_both}},
+        {{rows_nvfp4_values_strips, rows_nvfp4_codes_strips, rows_nvfp4_both_strips},
+         {rows_nvfp4_stochastic_values_strips, rows_nvfp4_stochastic_codes_strips, rows_nvfp4_stochastic_both_strips}}};
     const int s = job->stochastic != 0, form = job->codes == NULL ? 0 : job->values == NULL ? 1 : 2;
-    if (is_nvfp4(job)) nvfp4[s][form](job, row0, row1, col0, col1);
+    if (is_nvfp4(job)) nvfp4[in_whole_strips(job, col0, col1)][s][form](job, row0, row1, col0, col1);
     else (s ? rows_bf16_stochastic : rows_bf16)(job, row0, row1, col0, col1);
 }
 #endif

@@ -164,6 +164,11 @@ INLINE int exact_in_bf16(int element, int scale, int outer) {
     if (scale == SCALE_IF4) return 0;
     return (scale_has_mantissa(scale) && !outer && element_of(element).mantissa <= 3) || scale == SCALE_GIVEN || scale == SCALE_HIF4;
 }
+/* Whether no product of a BF16 number other than 0, at least 2^-133, and the encode factor of a block, at least bound / (448 amax) and so
+ * 2^-16, rounds to 0: a fused multiply-add of +0 then equals the sum of the product and +0. */
+INLINE int no_underflow(const Job *job) {
+    return job->x.input == INPUT_BF16 && *job->amax <= 128 * job->bound && !flushes_subnormals();
+}
 /* Scales that need more of a block than its maximum: see group.h. */
 INLINE int is_levelled(const Job *job) { return job->scale == SCALE_HIF4 || job->scale == SCALE_IF4; }
 INLINE int is_four_over_six(const Job *job) { return job->formula >= FOUR_OVER_SIX_MAE; }

@@ -31,6 +31,8 @@ INLINE F f_sub_by_multiplier(F x, F y) { return f_sub(x, y); }
 INLINE F f_add_exact_product(F x, F y, F z) { return f_add(x, f_mul(y, z)); }
 INLINE F f_sub_exact_product(F x, F y, F z) { return f_sub(x, f_mul(y, z)); }
 INLINE F f_fma(F x, F y, F z) { return (F){_mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b)}; }
+INLINE F f_mul_positive_zero(F x, F y) { return f_fma(x, y, f_set(0.0f)); }
+INLINE int flushes_subnormals(void) { return (_mm_getcsr() & 0x8000) != 0; }
 INLINE F f_sqrt(F x) { return (F){_mm256_sqrt_ps(x.a), _mm256_sqrt_ps(x.b)}; }
 INLINE F f_floor(F x) { return (F){_mm256_floor_ps(x.a), _mm256_floor_ps(x.b)}; }
 INLINE I i_bits(F x) { return (I){_mm256_castps_si256(x.a), _mm256_castps_si256(x.b)}; }
@@ -177,16 +179,14 @@ INLINE void i_store_columns(const I *w, int k, uint8_t *out, int64_t stride) {
 INLINE Q q_set(uint64_t x) { return (Q){_mm256_set1_epi64x((int64_t)x), _mm256_set1_epi64x((int64_t)x)}; }
 INLINE Q q_load(const uint64_t *p) { return i_load((const int32_t *)p); }
 I2(q_add, _mm256_add_epi64)
-I2(q_and, _mm256_and_si256)
-I2(q_or, _mm256_or_si256)
 I2(q_mul_low, _mm256_mul_epu32)
 INLINE Q q_xor3(Q x, Q y, Q z) { return i_xor(i_xor(x, y), z); }
-INLINE Q q_shl32(Q x) { return (Q){_mm256_slli_epi64(x.a, 32), _mm256_slli_epi64(x.b, 32)}; }
 INLINE Q q_upper(Q x) { return (Q){_mm256_srli_epi64(x.a, 32), _mm256_srli_epi64(x.b, 32)}; }
 INLINE I i_interleave(Q x, Q y) {
-    const Q high = q_shl32(y);
+    const Q high = {_mm256_slli_epi64(y.a, 32), _mm256_slli_epi64(y.b, 32)};
     return (I){_mm256_blend_epi32(x.a, high.a, 0xaa), _mm256_blend_epi32(x.b, high.b, 0xaa)};
 }
+INLINE Q q_joined(Q x, Q y) { return i_interleave(x, y); }
 INLINE void q_store_pairs(uint8_t *p, Q low, Q high) {
     _mm256_storeu_si256((__m256i *)p, _mm256_unpacklo_epi64(low.a, high.a));
     _mm256_storeu_si256((__m256i *)(p + 32), _mm256_unpacklo_epi64(low.b, high.b));

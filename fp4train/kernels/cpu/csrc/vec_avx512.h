@@ -30,6 +30,8 @@ INLINE F f_sub_by_multiplier(F a, F b) { return _mm512_fnmadd_ps(b, _mm512_set1_
 INLINE F f_add_exact_product(F a, F b, F c) { return _mm512_fmadd_ps(b, c, a); }
 INLINE F f_sub_exact_product(F a, F b, F c) { return _mm512_fnmadd_ps(b, c, a); }
 INLINE F f_fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
+INLINE F f_mul_positive_zero(F a, F b) { return _mm512_fmadd_ps(a, b, _mm512_setzero_ps()); }
+INLINE int flushes_subnormals(void) { return (_mm_getcsr() & 0x8000) != 0; }
 INLINE F f_sqrt(F a) { return _mm512_sqrt_ps(a); }
 INLINE F f_floor(F a) { return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC); }
 INLINE I i_bits(F a) { return _mm512_castps_si512(a); }
@@ -211,15 +213,13 @@ INLINE void i_store_columns(const I *w, int k, uint8_t *out, int64_t stride) {
 INLINE Q q_set(uint64_t x) { return _mm512_set1_epi64((int64_t)x); }
 INLINE Q q_load(const uint64_t *p) { return _mm512_loadu_si512(p); }
 INLINE Q q_add(Q a, Q b) { return _mm512_add_epi64(a, b); }
-INLINE Q q_and(Q a, Q b) { return _mm512_and_si512(a, b); }
-INLINE Q q_or(Q a, Q b) { return _mm512_or_si512(a, b); }
 INLINE Q q_xor3(Q a, Q b, Q c) { return _mm512_ternarylogic_epi64(a, b, c, 0x96); }
 INLINE Q q_mul_low(Q a, Q b) { return _mm512_mul_epu32(a, b); }
-INLINE Q q_shl32(Q a) { return _mm512_slli_epi64(a, 32); }
 /* the upper half of each lane in the lower; the upper half of the result is undefined */
 INLINE Q q_upper(Q a) { return _mm512_shuffle_epi32(a, 0xb1); }
 /* 32-bit lanes: even ones from the low halves of a, odd ones from the low halves of b */
-INLINE I i_interleave(Q a, Q b) { return _mm512_mask_blend_epi32(0xaaaa, a, _mm512_slli_epi64(b, 32)); }
+INLINE I i_interleave(Q a, Q b) { return _mm512_mask_shuffle_epi32(a, 0xaaaa, b, 0xa0); }
+INLINE Q q_joined(Q a, Q b) { return i_interleave(a, b); }
 /* 128 bits (low[i], high[i]) for lane i = 2 L + k go to the 16 bytes numbered 4 k + L */
 INLINE void q_store_pairs(uint8_t *p, Q low, Q high) {
     _mm512_storeu_si512(p, _mm512_unpacklo_epi64(low, high));

@@ -33,6 +33,8 @@ INLINE F f_sub_by_multiplier(F a, F b) { return f_sub(a, b); } /* the same; anot
 INLINE F f_add_exact_product(F a, F b, F c) { return f_add(a, f_mul(b, c)); } /* b * c is exact, so fusing changes nothing */
 INLINE F f_sub_exact_product(F a, F b, F c) { return f_sub(a, f_mul(b, c)); }
 INLINE F f_fma(F a, F b, F c) { LANES(i) a.v[i] = fmaf(a.v[i], b.v[i], c.v[i]); return a; } /* a b + c, rounded once */
+INLINE F f_mul_positive_zero(F a, F b) { return f_add(f_mul(a, b), f_set(0.0f)); } /* of products that do not round to 0 */
+INLINE int flushes_subnormals(void) { return 0; } /* whether the caller does not care: there is no faster sum here */
 INLINE F f_sqrt(F a) { LANES(i) a.v[i] = sqrtf(a.v[i]); return a; }
 INLINE F f_floor(F a) { LANES(i) a.v[i] = floorf(a.v[i]); return a; }
 INLINE I i_bits(F a) { I r; memcpy(&r, &a, sizeof r); return r; }
@@ -154,11 +156,8 @@ INLINE void i_store_columns(const I *w, int k, uint8_t *out, int64_t stride) {
 INLINE Q q_set(uint64_t x) { Q r; LANES8(i) r.v[i] = x; return r; }
 INLINE Q q_load(const uint64_t *p) { Q r; memcpy(&r, p, sizeof r); return r; }
 INLINE Q q_add(Q a, Q b) { LANES8(i) a.v[i] += b.v[i]; return a; }
-INLINE Q q_and(Q a, Q b) { LANES8(i) a.v[i] &= b.v[i]; return a; }
-INLINE Q q_or(Q a, Q b) { LANES8(i) a.v[i] |= b.v[i]; return a; }
 INLINE Q q_xor3(Q a, Q b, Q c) { LANES8(i) a.v[i] ^= b.v[i] ^ c.v[i]; return a; }
 INLINE Q q_mul_low(Q a, Q b) { LANES8(i) a.v[i] = (uint64_t)(uint32_t)a.v[i] * (uint32_t)b.v[i]; return a; }
-INLINE Q q_shl32(Q a) { LANES8(i) a.v[i] <<= 32; return a; }
 INLINE Q q_upper(Q a) { LANES8(i) a.v[i] >>= 32; return a; }
 /* 32-bit lanes: even ones from the low halves of a, odd ones from the low halves of b */
 INLINE I i_interleave(Q a, Q b) {
@@ -169,6 +168,8 @@ INLINE I i_interleave(Q a, Q b) {
     }
     return r;
 }
+/* the same in 64-bit lanes */
+INLINE Q q_joined(Q a, Q b) { LANES8(i) a.v[i] = (uint32_t)a.v[i] | b.v[i] << 32; return a; }
 /* 128 bits (low[i], high[i]) for lane i = 2 L + k go to the 16 bytes numbered 4 k + L */
 INLINE void q_store_pairs(uint8_t *p, Q low, Q high) {
     LANES8(i) {
