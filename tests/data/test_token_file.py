@@ -232,9 +232,10 @@ def test_more_shards_than_a_process_may_open_are_read(tmp_path: Path) -> None:
     for number in range(40):
         np.full(50, number, "<u2").tofile(tmp_path / f"{number:02}.bin")
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    free = os.dup(0)
-    os.close(free)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (free + 20, limits[1]))
+    free = [os.dup(0) for _ in range(20)]  # among those that the process holds
+    for descriptor in free:
+        os.close(descriptor)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(free) + 1, limits[1]))
     try:
         ids = build(tmp_path).train.ids
         assert np.array_equal(np.asarray(ids), np.repeat(np.arange(36), 50))

@@ -137,7 +137,7 @@ def fake_extension() -> Any:
     from transformer_engine.pytorch import cpp_extensions, utils
 
     empty = torch.empty(0)
-    for module in [m for n, m in sys.modules.items() if n.startswith("transformer_engine")]:
+    for module in [m for n, m in sys.modules.items() if n.startswith("transformer_engine.")]:
         if hasattr(module, "get_device_compute_capability"):
             module.get_device_compute_capability = lambda: (9, 0)
     utils._empty_tensor = lambda: empty
