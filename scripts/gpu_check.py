@@ -184,7 +184,7 @@ def nine_steps(out: Path) -> Iterator[Step]:
 
     asks = "that a Triton kernel compiles, and that its codes are the reference's in every bit"
     yield step("kernel", 25, asks, "gpu_kernels.py", "first", gate=True)
-    asks = "y, dx and dw of layers in blocks, whose gradients in E5M2 are emulated"
+    asks = "y, dx and dw of layers in blocks"
     yield step("blocks", 30, asks, "gpu_layers.py", "native", "--no-timing", "--only", "block")
     asks = (
         "codes, scales, amaxes and values to the bit, of the kernels that a training run launches"
